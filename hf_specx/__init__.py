@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.common.round import Draft as Draft
-    from hf_specx.drafting.auto import Costs as Costs
     from hf_specx.drafting.candidates import SampledCandidateGenerator as SampledCandidateGenerator
+    from hf_specx.drafting.costs import Costs as Costs
     from hf_specx.drafting.drafter import Drafter as Drafter
     from hf_specx.drafting.early_exit import EarlyExitDraft as EarlyExitDraft
     from hf_specx.drafting.heads.head import DraftHead as DraftHead
@@ -38,7 +38,7 @@ _MODULE_OF = {
     "BatchStreamer": "engine.outputs",
     "CheckResult": "metrics.result",
     "Completion": "engine.requests",
-    "Costs": "drafting.auto",
+    "Costs": "drafting.costs",
     "Draft": "common.round",
     "DraftHead": "drafting.heads.head",
     "DraftTargetPair": "pairs.pair",

@@ -8,13 +8,15 @@ COMMIT is laid out in a temporary folder, and a process in each tree does the sa
 *text*: 200 calls with a fixed number of candidates, compared token by token.
 
 *speed*: the pair in the package and a grafted one of 30M parameters, at batch 1 and 8, eager and compiled, with 5
-candidates a round and with "auto", and with "auto" on prompts of which half are noise. Two processes of one tree
-differ by some 3 % for as long as they live, since their weights lie elsewhere in memory, so each case is measured in
+candidates a round and with "auto", and with "auto" on prompts of which half are noise; queues of 24 requests,
+suffixes, and JSON where xgrammar is installed. Two processes of one tree differ by some 3 % for as long as they live,
+since their weights lie elsewhere in memory, so each case is measured in
 PAIRS fresh pairs of processes with seeds of their own: the median of their medians of the time of a round, with the
 least and the largest of these, and the rounds of all texts together.
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
@@ -35,6 +37,9 @@ LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 PROCESSORS: tuple[dict[str, Any], ...] = ({"top_k": 0}, {"top_k": 8, "temperature": 0.8}, {"repetition_penalty": 1.3})
 TEXT_TOKENS, CALLS = 24, 200  # new tokens of a call
 PAIRS, TURNS, SPEED_TOKENS, PROMPT_TOKENS = 7, 5, 64, 32
+QUEUED = 24  # requests
+SCHEMA = '{"type": "object", "properties": {"names": {"type": "array", "items": {"type": "string"}, "minItems": 12}}, '
+SCHEMA += '"required": ["names"], "additionalProperties": false}'
 Case = dict[str, Any]
 Process = subprocess.Popen[str]
 
@@ -54,7 +59,8 @@ def laid_out(commit: str) -> Iterator[Path]:
 
 def worker(kind: str, tree: Path) -> Process:
     """A process for which `hf_specx` is that of a tree; it answers each case on a line of its input."""
-    environment = os.environ | {"PYTHONPATH": str(tree), "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-W", "ignore", __file__, kind, "worker"]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environment, cwd=tree, stdin=pipe, stdout=pipe, text=True)
@@ -131,10 +137,19 @@ def compare_texts(tree: Path, number: int) -> bool:
 def cases() -> list[Case]:
     """With `compile` and "auto" all numbers would be compiled, which takes a quarter of an hour."""
     every = itertools.product((False, True), ("embedded", "30M"), (1, 8), (5, "auto"))
-    all_cases = [{"compile": c, "pair": pair, "rows": rows, "number": n, "mixed": False} for c, pair, rows, n in every]
+    all_cases = [case_of(compile=c, pair=pair, rows=rows, number=n) for c, pair, rows, n in every]
     for pair in ("embedded", "30M"):
-        all_cases.append({"compile": False, "pair": pair, "rows": 8, "number": "auto", "mixed": True})
+        all_cases.append(case_of(pair=pair, rows=8, number="auto", mixed=True))
+        all_cases.append(case_of(pair=pair, rows=8, work="queue"))
+    kinds = ["suffix", "JSON"] if importlib.util.find_spec("xgrammar") else ["suffix"]
+    all_cases += [case_of(rows=rows, work=kind, mixed=kind == "suffix") for kind in kinds for rows in (1, 8)]
     return [case for case in all_cases if not (case["compile"] and case["number"] == "auto")]
+
+
+def case_of(**settings: Any) -> Case:
+    """A case of speed, by what it has besides this."""
+    usual = {"pair": "embedded", "rows": 1, "number": 5, "compile": False, "mixed": False, "work": "generate"}
+    return usual | settings
 
 
 def time_of(case: Case, models: dict[str, Any]) -> tuple[float, int, int]:
@@ -142,27 +157,54 @@ def time_of(case: Case, models: dict[str, Any]) -> tuple[float, int, int]:
     import torch
     from grafted import RECIPES, graft
 
-    from hf_specx import DraftTargetPair, SpeculativeDecoding
+    from hf_specx import DraftTargetPair, SpeculativeDecoding, SuffixDraft
 
-    pair = case["pair"]
+    pair, work = case["pair"], case["work"]
     if pair not in models:
         models[pair] = DraftTargetPair.embedded() if pair == "embedded" else graft(RECIPES[pair])
-    target, draft = models[pair].target, models[pair].draft
+    target = models[pair].target
     key = json.dumps({name: value for name, value in case.items() if name != "seed"})
     if key not in models:
+        draft = SuffixDraft() if work == "suffix" else models[pair].draft
         models[key] = SpeculativeDecoding(draft, num_draft_tokens=case["number"], compile=case["compile"])
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(3, target.config.vocab_size, (case["rows"], PROMPT_TOKENS), generator=generator)
-    if case["mixed"]:
-        ids[::2] = ids[:1, :4].repeat(1, PROMPT_TOKENS // 4)  # every other row repeats itself
-    else:
-        ids = ids[:1].expand(case["rows"], -1).clone()
-    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None, "do_sample": True}
+    strategy = models[key]
+    ids = prompts_of(case, target.config.vocab_size)
+    options: Any = {"pad_token_id": 0, "eos_token_id": None, "do_sample": True, "top_k": 0}
+    options["max_new_tokens"] = SPEED_TOKENS
+    if work == "JSON":
+        options["logits_processor"] = [json_processor(models)]
     torch.manual_seed(case["seed"])
     started = time.perf_counter()
-    target.generate(ids, **options, top_k=0, max_new_tokens=SPEED_TOKENS, custom_generate=models[key])
-    report = models[key].report
-    return time.perf_counter() - started, report.rounds + report.plain_steps, report.compilations
+    if work == "queue":
+        list(strategy.generate_many(target, list(ids), batch_size=case["rows"], **options))
+    else:
+        target.generate(ids, attention_mask=torch.ones_like(ids), **options, custom_generate=strategy)
+    seconds, report = time.perf_counter() - started, strategy.report
+    return seconds, report.rounds + report.plain_steps, report.compilations
+
+
+def prompts_of(case: Case, vocab_size: int) -> Any:
+    """Random tokens [B, PROMPT_TOKENS]; the same in all rows, or, mixed, such that every other row repeats itself."""
+    import torch
+
+    generator = torch.Generator().manual_seed(7)
+    count = QUEUED if case["work"] == "queue" else case["rows"]
+    ids = torch.randint(3, vocab_size, (count, PROMPT_TOKENS), generator=generator)
+    if case["mixed"]:
+        ids[::2] = ids[:1, :4].repeat(1, PROMPT_TOKENS // 4)
+        return ids
+    return ids[:1].expand(count, -1).clone()
+
+
+def json_processor(models: dict[str, Any]) -> Any:
+    """A new one of xgrammar's, for texts of the pair in the package; its compiled grammar is kept in `models`."""
+    import xgrammar
+
+    if "grammar" not in models:
+        pair = models["embedded"]
+        info = xgrammar.TokenizerInfo.from_huggingface(pair.tokenizer, vocab_size=pair.target.config.vocab_size)
+        models["grammar"] = xgrammar.GrammarCompiler(info).compile_json_schema(SCHEMA, any_whitespace=False)
+    return xgrammar.contrib.hf.LogitsProcessor(models["grammar"])
 
 
 def timed(process: Process, case: Case) -> tuple[float, int]:

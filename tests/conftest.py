@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 
-from hf_specx.drafting import auto, forward_times
+from hf_specx.drafting import auto, costs
 from hf_specx.engine import run
 from hf_specx.models import compiled, compiled_forwards
 
@@ -46,7 +46,7 @@ def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     def paying(*seen: object) -> dict:
         return {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}
 
-    monkeypatch.setattr(forward_times, "timed", paying)
+    monkeypatch.setattr(costs, "time_forwards", paying)
     monkeypatch.setattr(run, "assumed_times", paying)
     monkeypatch.setattr(auto.RoundTimer, "_ratios", lambda round_timer, rows: (1.0, 1.0))
     monkeypatch.setattr(auto.RoundTimer, "has_seen_plain", lambda round_timer, rows: True)

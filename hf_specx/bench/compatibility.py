@@ -108,10 +108,8 @@ def _compare_tokens(
         return Finding("tokens", *sizes, NOTE, follows)
     if same_tokens(tokenizer, draft_tokenizer):
         return Finding("tokens", *sizes, OK, "every token has the same id in both")
-    tokenizer_match = matched(vocabulary_map(tokenizer, draft_tokenizer, (vocabulary(target), vocabulary(draft))))
-    return Finding(
-        "tokens", *sizes, NOTE, f"another tokenizer, matched by {tokenizer_match.match} ({tokenizer_match.reason})"
-    )
+    match = matched(vocabulary_map(tokenizer, draft_tokenizer, (vocabulary(target), vocabulary(draft))))
+    return Finding("tokens", *sizes, NOTE, f"another tokenizer, matched by {match.match} ({match.reason})")
 
 
 def _size(tokenizer: Tokenizer | None) -> str:

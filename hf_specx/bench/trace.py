@@ -23,7 +23,7 @@ class Recorder:
         accepted, drafted = done.accepted[0], done.draft.lengths[0]
         first = done.batch.width + done.emitted_before[0]
         emitted = done.batch.ids[done.rows[0], first : first + done.emitted[0]].tolist()
-        branch, num_first = done.branches[0], done.first_accepted[0]
+        ranks, num_first = done.accepted_ranks[0], done.accepted_in_chain[0]
         chain = done.draft.tokens[0].tolist()
         proposed, number = chain, drafted
         if done.tree is not None:  # the branch that was taken, and the first choice that was judged behind it
@@ -50,7 +50,7 @@ class Recorder:
                 candidate | {"overlap": overlap, "accepted": position < accepted, "acceptance": acceptance}
             )
             if done.tree is not None:
-                candidates[-1]["rank"] = branch[position] if position < accepted else 0
+                candidates[-1]["rank"] = ranks[position] if position < accepted else 0
         follower = "bonus" if done.is_bonus[0] else "recovered"
         tokens = [
             entry(position, emitted) | {"origin": "accepted" if position < accepted else follower}

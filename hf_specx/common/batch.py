@@ -176,7 +176,7 @@ class Batch:
 
     def candidates_before(self, index: int, node: int) -> Sequence[int]:
         """The numbers of the candidates of row index `index` on the way to a node, itself the last."""
-        return range(node) if self.tree is None else self.tree.rows[index].paths[node]
+        return range(node) if self.tree is None else self.tree.rows[index].node_prefixes[node]
 
     def candidates(self, count: int) -> list[list[int]]:
         """The ids of the first `count` candidates of each decoding row; each is read back from the device once."""
@@ -232,22 +232,23 @@ class Batch:
             stopping: a `Stopping`, which cuts tokens behind a stop and says which rows have ended.
             forward, scores: the target's, for the record.
         """
-        rows, tree, path, chain = self.rows, self.tree, verdict.path, draft.first_choices()
+        rows, tree, path_nodes, chain = self.rows, self.tree, verdict.path_nodes, draft.first_choices()
         emitted_before = [self.counts[row] for row in rows]
         tokens = _with_next_token(draft, verdict)  # [R, K + 1]
         stop_flags = stopping.stop_flags(self, tokens, verdict.accepted)
         figures = verdict.acceptance, verdict.overlap, verdict.undefined
-        nodes = tokens[:, :0] if path is None else path
+        read_nodes = tokens[:, :0] if path_nodes is None else path_nodes
         # the round waits for the device here alone, so all that is read back goes in one transfer
-        ids, accepted, acceptance, overlap, undefined, stop_flag_lists, node_lists = _as_lists(
-            tokens, verdict.accepted[:, None], *figures, stop_flags, nodes
+        ids, accepted, acceptance, overlap, undefined, stop_flag_lists, path_lists = _as_lists(
+            tokens, verdict.accepted[:, None], *figures, stop_flags, read_nodes
         )
         num_accepted = [number for (number,) in accepted]
-        paths = [list(range(number)) for number in num_accepted]
-        if path is not None:
-            paths = [[node - 1 for node in node_lists[row][1 : 1 + number]] for row, number in enumerate(num_accepted)]
-            forward = forward.at_nodes(path)
-            scores = None if scores is None else at_nodes(scores, path)
+        accepted_candidates = [list(range(number)) for number in num_accepted]
+        if path_nodes is not None:
+            pairs = zip(path_lists, num_accepted, strict=True)
+            accepted_candidates = [[node - 1 for node in path[1 : 1 + number]] for path, number in pairs]
+            forward = forward.at_nodes(path_nodes)
+            scores = None if scores is None else at_nodes(scores, path_nodes)
         num_new_tokens = [number + 1 for number in num_accepted]
         if self.lockstep:
             num_new_tokens = [min(num_new_tokens)] * len(num_new_tokens)
@@ -275,9 +276,9 @@ class Batch:
             forward=forward,
             scores=scores,
             tree=tree,
-            paths=paths,
+            accepted_candidates=accepted_candidates,
         )
-        done.judged = [min(number + 1, length) for number, length in zip(done.first_accepted, lengths, strict=True)]
+        done.judged = [min(number + 1, length) for number, length in zip(done.accepted_in_chain, lengths, strict=True)]
         return done
 
     def emit(self, tokens: torch.Tensor, num_to_emit: list[int], ids: list[list[int]] | None = None) -> None:
@@ -393,8 +394,8 @@ def _with_next_token(draft: Draft, verdict: Verdict) -> torch.Tensor:
     next_token, candidates = verdict.next_token[:, None], draft.tokens
     if not candidates.shape[1]:
         return next_token
-    if verdict.path is not None:
-        candidates = at_nodes(torch.nn.functional.pad(candidates, (1, 0)), verdict.path)[:, 1:]
+    if verdict.path_nodes is not None:
+        candidates = at_nodes(torch.nn.functional.pad(candidates, (1, 0)), verdict.path_nodes)[:, 1:]
     return torch.nn.functional.pad(candidates, (0, 1)).scatter(1, verdict.accepted[:, None], next_token)
 
 

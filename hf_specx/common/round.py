@@ -9,19 +9,23 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .devices import to_device_async
-from .tree import Parents, Tree, branches_of
+from .tree import Parents, Tree, row_tree_of
 
 
 class Draft(NamedTuple):
     """Candidates of the R decoding rows, each row with its own number of them: a chain, or a tree.
 
+    What has K entries a row is by candidate, in the order of `tokens`. What has D is by position on the chain of first
+    choices, wherever these stand among the candidates; without `parents` the two are the same.
+
     Attributes:
         tokens: [R, K] int64. From a row's length on they are fillers: nothing is proposed there.
         lengths: [R], the number of candidates of each row, 0 to K.
-        probs: [R, K, V], the distribution q that each candidate was drawn from; None if they were not drawn from one.
-            Of a tree, those of the chain of first choices alone.
+        probs: [R, D, V], the distribution q that each first choice was drawn from; None if they were not drawn from
+            one. Nobody asks for that of other candidates.
         source: who proposed them; a list [R] where rows have different sources.
-        forced: [R, K], which of them are the only token that the processors allow there; None if that is not known.
+        forced: [R, D], which first choices are the only token that the processors allow there; None if that is not
+            known.
         estimate: for each row the chance that candidate i is kept, and all before it, i = 1 to its length; None if the
             drafter has no such estimate.
         model_free: [R] bool, rows whose candidates are from a part of the draft without a model, such as n-grams;
@@ -29,7 +33,7 @@ class Draft(NamedTuple):
         host_tokens: the first columns of `tokens` as lists, [up to K][R], if they were read back from the device.
         parents: of each row as many numbers as it has candidates: the candidate that each follows, -1 for the last
             emitted token. Parents stand before their children, and a better choice before its siblings. None if each
-            candidate follows the one before. `forced` and `model_free` are of the chain of first choices.
+            candidate follows the one before.
     """
 
     tokens: torch.Tensor
@@ -46,7 +50,7 @@ class Draft(NamedTuple):
         """The chain of first choices, which is the draft itself if that is no tree."""
         if self.parents is None:
             return self
-        chains = [branches_of(tuple(of_row)).first for of_row in self.parents]
+        chains = [row_tree_of(tuple(of_row)).first_choices for of_row in self.parents]
         lengths = list(map(len, chains))
         longest = max(lengths, default=0)
         tokens = self.tokens[:, :longest]
@@ -102,9 +106,10 @@ class Verdict(NamedTuple):
             P(accepted >= i) without bias. float64; int64, 0 or 1, from `verify_match`.
         overlap: [R, K], sum_x min(p, q) at each candidate; under greedy 1 for a match.
         undefined: [R, K + 1] bool, positions without a distribution, where `generate` raises if a row gets there.
-        path: [R, D + 1] int64, the nodes on the branch that was taken in a tree of depth D, node 0 first; what lies
-            behind the accepted ones is not read. None for a chain. `undefined` is [R, D + 1] then, of this branch;
-            `acceptance` and `overlap` are of the chain of first choices, behind whose end they are not read.
+        path_nodes: [R, D + 1] int64, the nodes on the branch that was taken in a tree of depth D, node 0 first; what
+            lies behind the accepted ones is not read. None for a chain. `undefined` is [R, D + 1] then, of this
+            branch; `acceptance` and `overlap` [R, D] are of the chain of first choices, behind whose end they are not
+            read.
     """
 
     accepted: torch.Tensor
@@ -112,7 +117,7 @@ class Verdict(NamedTuple):
     acceptance: torch.Tensor
     overlap: Any = None
     undefined: Any = None
-    path: torch.Tensor | None = None
+    path_nodes: torch.Tensor | None = None
 
 
 class RoundRecord(NamedTuple):
@@ -123,7 +128,7 @@ class RoundRecord(NamedTuple):
         accepted, emitted: as in `Round`.
         forced: positions of candidates that were the only token allowed.
         nodes: all candidates of the row, those on branches among them.
-        branch: the ranks of the accepted candidates among their siblings; 0 is the draft's first choice.
+        ranks: those of the accepted candidates among their siblings; 0 is the draft's first choice.
         is_bonus: whether no candidate followed the accepted ones.
     """
 
@@ -132,7 +137,7 @@ class RoundRecord(NamedTuple):
     emitted: int
     forced: tuple[int, ...] = ()
     nodes: int = 0
-    branch: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
     is_bonus: bool = False
 
 
@@ -163,7 +168,7 @@ class Round:
             is set for the models only.
         finished: whether all rows have ended and no request takes their places; set for the models only.
         tree: the candidates with their branches; None for a chain.
-        paths: the numbers of the accepted candidates in the draft that was judged.
+        accepted_candidates: the numbers of the accepted candidates in the draft that was judged.
     """
 
     batch: Any
@@ -184,38 +189,38 @@ class Round:
     keep_indices: torch.Tensor | None = None
     finished: bool = False
     tree: Tree | None = None
-    paths: list[list[int]] = field(default_factory=list)
+    accepted_candidates: list[list[int]] = field(default_factory=list)
 
     @property
-    def first_accepted(self) -> list[int]:
+    def accepted_in_chain(self) -> list[int]:
         """[R], how many of the accepted candidates are leading ones of the chain of first choices."""
         if self.tree is None:
             return self.accepted
-        pairs = zip(self.paths, self.tree.rows, strict=True)
-        return [sum(map(eq, path, branches.first)) for path, branches in pairs]
+        pairs = zip(self.accepted_candidates, self.tree.rows, strict=True)
+        return [sum(map(eq, candidates, row.first_choices)) for candidates, row in pairs]
 
     @property
     def is_bonus(self) -> list[bool]:
         """[R], whether no candidate followed the accepted ones, so that the token after them is a bonus token."""
         if self.tree is None:
             return [number == length for number, length in zip(self.accepted, self.draft.lengths, strict=True)]
-        pairs = zip(self.paths, self.tree.rows, strict=True)
-        return [not branches.children[1 + path[-1] if path else 0] for path, branches in pairs]
+        last_nodes = [candidates[-1] + 1 if candidates else 0 for candidates in self.accepted_candidates]
+        return [not row.node_children[node] for row, node in zip(self.tree.rows, last_nodes, strict=True)]
 
     @property
-    def nodes(self) -> list[int]:
-        """[R], all candidates of each row."""
+    def num_candidates(self) -> list[int]:
+        """[R], all candidates of each row, those on branches among them."""
         if self.tree is None:
             return self.draft.lengths
-        return [len(branches.ranks) for branches in self.tree.rows]
+        return [len(row.ranks) for row in self.tree.rows]
 
     @property
-    def branches(self) -> list[list[int]]:
+    def accepted_ranks(self) -> list[list[int]]:
         """[R], the rank of each accepted candidate among its siblings."""
         if self.tree is None:
             return [[0] * number for number in self.accepted]
-        pairs = zip(self.paths, self.tree.rows, strict=True)
-        return [[branches.ranks[number] for number in path] for path, branches in pairs]
+        pairs = zip(self.accepted_candidates, self.tree.rows, strict=True)
+        return [[row.ranks[candidate] for candidate in candidates] for candidates, row in pairs]
 
     @property
     def draft_acceptance(self) -> list[list[float]]:

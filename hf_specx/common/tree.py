@@ -1,7 +1,10 @@
 """How the candidates of a round branch: their parents, and what follows from these.
 
-Node 0 of a row is its last emitted token, and node i + 1 its candidate i: so a forward of a round gives logits after
-each node, in this order, whether candidates are a chain or a tree.
+There are two numberings, one apart. Candidates of a row have the numbers 0 to K - 1, in the order of `Draft.tokens`.
+Nodes are what a token can follow: node 0 is the last emitted token, and node i + 1 is candidate i. The forward of a
+round gives logits after each node, in this order, whether candidates are a chain or a tree. Here and elsewhere numbers
+are those of candidates unless a name has "node" in it: `node_depths` has one entry for each node, `parent_nodes` has
+nodes as its values, and `node_paths` both.
 """
 
 from collections.abc import Sequence
@@ -14,87 +17,112 @@ from .devices import to_device_async
 
 
 Parents = tuple[int, ...]  # of each candidate of a row the candidate that it follows; -1 for the last emitted token
-KEPT_TREES = 256  # shapes whose tensors are kept, since most rounds have the shape of the one before
+KEPT_BATCHES = 64  # batches of shapes whose tensors are kept, since most rounds have the shapes of the one before
+KEPT_ROWS = 4096  # shapes of one row, of which batches are put together
 
 
-class Branches(NamedTuple):
-    """What follows from the parents of the candidates of one row.
+class RowTree(NamedTuple):
+    """What follows from the parents of the n candidates of one row.
 
     Attributes:
-        depths: [n + 1], of each node: how many candidates there are on the way to it, itself among them.
-        paths: [n + 1], the candidates on the way to each node, itself the last.
-        ranks: [n], how many siblings stand before each candidate.
-        children: [n + 1], how many candidates follow each node.
-        first: the branch of first children.
+        ranks: [n], how many siblings stand before each candidate; 0 is that of a first choice.
+        first_choices: the candidates on the chain of first choices, from the last emitted token on.
+        node_depths: [n + 1], how many candidates there are on the way to each node, itself among them.
+        node_prefixes: [n + 1], the candidates on the way to each node, itself the last.
+        node_children: [n + 1], how many candidates follow each node.
     """
 
-    depths: tuple[int, ...]
-    paths: tuple[tuple[int, ...], ...]
     ranks: tuple[int, ...]
-    children: tuple[int, ...]
-    first: tuple[int, ...]
+    first_choices: tuple[int, ...]
+    node_depths: tuple[int, ...]
+    node_prefixes: tuple[tuple[int, ...], ...]
+    node_children: tuple[int, ...]
 
 
-@lru_cache(4096)
-def branches_of(parents: Parents) -> Branches:
+@lru_cache(KEPT_ROWS)
+def row_tree_of(parents: Parents) -> RowTree:
     """What follows from the parents of a row.
 
     Raises:
         ValueError: if a candidate stands before its parent.
     """
-    depths, ranks, children = [0], list[int](), [0] * (len(parents) + 1)
-    paths: list[tuple[int, ...]] = [()]
-    first: list[int] = []
-    for number, parent in enumerate(parents):
-        if not -1 <= parent < number:
-            message = f"candidate {number} has the parent {parent}; parents stand before their children, and -1 is "
+    ranks, first_choices = list[int](), list[int]()
+    node_prefixes: list[tuple[int, ...]] = [()]
+    node_children = [0] * (len(parents) + 1)
+    for candidate, parent in enumerate(parents):
+        if not -1 <= parent < candidate:
+            message = f"candidate {candidate} has the parent {parent}; parents stand before their children, and -1 is "
             raise ValueError(message + "that of those that follow the last emitted token.")
-        depths.append(depths[parent + 1] + 1)
-        paths.append((*paths[parent + 1], number))
-        ranks.append(children[parent + 1])
-        children[parent + 1] += 1
-        if not ranks[-1] and parent == (first[-1] if first else -1):
-            first.append(number)
-    return Branches(tuple(depths), tuple(paths), tuple(ranks), tuple(children), tuple(first))
+        parent_node = parent + 1
+        node_prefixes.append((*node_prefixes[parent_node], candidate))
+        ranks.append(node_children[parent_node])
+        node_children[parent_node] += 1
+        last_first_choice = first_choices[-1] if first_choices else -1
+        if parent == last_first_choice and ranks[candidate] == 0:
+            first_choices.append(candidate)
+    node_depths = tuple(map(len, node_prefixes))
+    return RowTree(tuple(ranks), tuple(first_choices), node_depths, tuple(node_prefixes), tuple(node_children))
+
+
+@lru_cache(KEPT_ROWS)
+def row_numbers(parents: Parents, most: int, depth: int) -> list[int]:
+    """What the tensors of a `Tree` hold of one row, in their order, where the batch has this `most` and `depth`."""
+    row, num_fillers = row_tree_of(parents), most - len(parents)
+    parent_nodes = [parent + 1 for parent in parents]
+    first_choice_nodes = [0, *(candidate + 1 for candidate in row.first_choices)]
+    node_paths = []
+    for node, prefix in enumerate(row.node_prefixes):
+        path = [0, *(candidate + 1 for candidate in prefix)]
+        node_paths += path + [node] * (depth + 1 - len(path))
+    for filler in range(len(parents) + 1, most + 1):  # a child of node 0, which nothing follows
+        node_paths += [0] + [filler] * depth
+    return [
+        *row.node_depths,
+        *[1] * num_fillers,
+        *parent_nodes,
+        *[0] * num_fillers,
+        *first_choice_nodes,
+        *[0] * (depth + 1 - len(first_choice_nodes)),
+        *node_paths,
+    ]
 
 
 class Tree:
     """The candidates of R rows, K in the row that has most; rows with fewer have fillers, which nobody sees.
 
     Attributes:
-        rows: [R], the `Branches` of each row.
+        rows: [R], the `RowTree` of each row.
         depth: D, candidates of the longest branch.
-        depths: [R, K + 1] int64, of each node.
-        parents: [R, K] int64, the node that each candidate follows.
-        paths: [R, K + 1, D + 1] int64, the nodes on the way to each node by their depth; behind it, itself.
-        sees: [R, K + 1, K + 1] bool, whether a node is another one, or follows it.
-        first: [R, D + 1] int64, the nodes on the branch of first children; behind its end, node 0.
+        node_depths: [R, K + 1] int64, as in `RowTree`.
+        parent_nodes: [R, K] int64, the node that each candidate follows.
+        node_paths: [R, K + 1, D + 1] int64, the nodes on the way to each node by their depth; behind it, itself.
+        node_mask: [R, K + 1, K + 1] bool, whether a node sees another one: itself, and those on the way to it.
+        first_choice_nodes: [R, D + 1] int64, node 0 and those on the chain of first choices; behind its end, node 0.
     """
 
     def __init__(self, parents: Sequence[Parents], most: int, device: torch.device):
+        """From the `parents` [R] of each row, of which the one that has most has `most` candidates."""
         self.parents_of_rows, self.most, self.device = tuple(parents), most, device
-        self.rows = [branches_of(of_row) for of_row in parents]
-        self.depth = max(max(row.depths) for row in self.rows)
+        self.rows = [row_tree_of(of_row) for of_row in parents]
+        self.depth = max(max(row.node_depths) for row in self.rows)
         nodes, columns = most + 1, self.depth + 1
-        numbers, first = [], []
-        for of_row, row in zip(parents, self.rows, strict=True):
-            for node in range(nodes):
-                is_filler = node >= len(row.paths)
-                path = [0, node] if is_filler else [0, *(number + 1 for number in row.paths[node])]
-                parent = -1 if node == 0 or is_filler else of_row[node - 1]
-                numbers.append([len(path) - 1, parent + 1, *path[:columns], *[node] * (columns - len(path))])
-            first.append([0, *(number + 1 for number in row.first), *[0] * (self.depth - len(row.first))])
-        table = to_device_async(numbers, device).view(len(self.rows), nodes, 2 + columns)
-        self.depths, self.parents, self.paths = table[..., 0], table[:, 1:, 1], table[..., 2:]
-        self.sees = (self.paths[..., None] == torch.arange(nodes, device=device)).any(2)
-        self.first = to_device_async(first, device)
+        numbers = [row_numbers(of_row, most, self.depth) for of_row in parents]
+        sizes = [nodes, most, columns, nodes * columns]
+        # views would have strides that depend on the depth, for each of which torch would compile forwards again
+        parts = [
+            part.clone(memory_format=torch.contiguous_format)
+            for part in to_device_async(numbers, device).split(sizes, 1)
+        ]
+        self.node_depths, self.parent_nodes, self.first_choice_nodes = parts[:3]
+        self.node_paths = parts[3].view(-1, nodes, columns)
+        self.node_mask = (self.node_paths[..., None] == torch.arange(nodes, device=device)).any(2)
 
     def row(self, index: int) -> "Tree":
         """That of one row alone."""
         return tree_of((self.parents_of_rows[index],), self.most, self.device)
 
 
-@lru_cache(KEPT_TREES)
+@lru_cache(KEPT_BATCHES)
 def tree_of(parents: tuple[Parents, ...], most: int, device: torch.device) -> Tree:
     """The `Tree` of rows with these parents, `most` candidates in one that has most."""
     return Tree(parents, most, device)

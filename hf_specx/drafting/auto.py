@@ -1,6 +1,6 @@
 """`num_draft_tokens="auto"`: how many candidates give the most tokens a second, down to none.
 
-Before each round `Auto` chooses the number γ of candidates with the largest
+Before each round `AutoDraftLength` chooses the number γ of candidates with the largest
 
     1 + S_1 + ... + S_γ                            expected tokens of a row, the one after the candidates among them
     ---------------------------------------
@@ -9,70 +9,56 @@ Before each round `Auto` chooses the number γ of candidates with the largest
 
 This file has, in this order,
 
-- the choice: `best_num_candidates` computes the fraction for each γ;
+- the choice: `most_tokens_per_second` computes the fraction for each γ;
 - acceptance: S_i is the probability that the first i candidates are all accepted, estimated by `AcceptanceEstimate`.
   If each is accepted with the same probability α, the numerator is Equation 1 of Leviathan et al. 2022, and the
   fraction their Theorem 3.8, without its assumption that a forward of γ+1 tokens takes as long as one of a token;
-- costs: T_t and T_d are seconds of bare forwards of target and draft (`forward_times.py`); the overhead is how much
-  longer whole rounds were seen to take. `Costs` remembers both from call to call, and a call reads them by its
-  `RoundTimer`;
-- the retry: with γ = 0, plain decoding, nothing is learned of the draft. So `Auto` sets a small part of the time of
-  plain steps aside, its budget for trials, and tries the draft again once that pays for what a trial may lose.
+- time: T_t and T_d are seconds of bare forwards of target and draft, and the overhead is how much longer whole rounds
+  were seen to take. `Costs` (`costs.py`) remembers both from call to call, and a call reads them by its `RoundTimer`;
+- the retry: with γ = 0, plain decoding, nothing is learned of the draft. So `AutoDraftLength` sets a small part of the
+  time of plain steps aside, its budget for trials, and tries the draft again once that pays for what a trial may lose.
 """
 
-import copy
-import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.round import Round
 
-from .forward_times import ForwardTimes, on_grid
-from .schedule import Schedule
-from .trees import Ranks
+from .costs import MAX_DRAFT_TOKENS, MIN_SAMPLES, PRIOR_ALPHA, PRIOR_WEIGHT, Costs
+from .forward_times import on_grid
+from .schedule import DraftLengthSchedule
 
 
-MAX_DRAFT_TOKENS = 20  # the largest number that is considered
 COMPILED_NUMBERS = (1, 2, 4, 7, 12, 20)  # considered where forwards are compiled: few; the best loses 2 % at most
-PRIOR_ALPHA = 0.7  # acceptance assumed before any was seen
-PRIOR_WEIGHT = 4.0  # candidates that an assumption counts for: `PRIOR_ALPHA`, and at each depth the mean of all depths
 EARLIER_WEIGHT = 10.0  # candidates that the acceptance of earlier calls counts for in a call: its text may be another
 DECAY = 0.98  # factor on the weight of earlier rounds at each round
-ALPHA_MEMORY = 100  # candidates that the acceptance of all earlier calls counts for when a call is added
 MAX_SAMPLES = 15  # last rounds of a size whose median is its time
-MIN_SAMPLES = 4  # rounds of a size before their time is used
 TRIAL_SHARE = 0.01  # part of the time of plain steps that trials of a draft may lose
 TRIAL_ROUNDS = 5  # rounds of a trial; one of them may take the time to read what the draft has missed
 ASSUMED_STEP = 0.2  # time that a candidate, or a step of a draft, adds to a round of 1, where no times may be used
+ASSUMED_COSTS = Costs({1: {"target": {1: 1.0, 2: 1 + ASSUMED_STEP}, "draft": ASSUMED_STEP}})
 
 
-def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
-    """Expected tokens of a round, (1 - α^(γ+1)) / (1 - α); Equation 1."""
-    if alpha >= 1:
-        return float(num_draft_tokens + 1)
-    return (1 - alpha ** (num_draft_tokens + 1)) / (1 - alpha)
-
-
-def best_num_candidates(
-    chances: Sequence[float], seconds: Sequence[float], among: Sequence[int] | None = None
+def most_tokens_per_second(
+    acceptance: Sequence[float], seconds: Sequence[float], among: Sequence[int] | None = None
 ) -> tuple[int, float]:
     """The number of candidates with the most expected tokens a second, and its speed-up over plain steps.
 
     Args:
-        chances: [K], S_1 to S_K.
+        acceptance: [K], S_1 to S_K.
         seconds: [K + 1], of rounds with 0 to K candidates.
         among: the numbers that are considered; None is all.
     """
     tokens = 1.0
     rates = [1 / seconds[0]]
-    for chance, round_seconds in zip(chances, seconds[1:], strict=True):
-        tokens += chance
+    for accepted, round_seconds in zip(acceptance, seconds[1:], strict=True):
+        tokens += accepted
         rates.append(tokens / round_seconds)
     best = max(among or range(len(rates)), key=rates.__getitem__)
     return best, rates[best] / rates[0]
@@ -130,122 +116,20 @@ class AcceptanceEstimate:
         if self.together:
             acceptance = [[math.prod(column) for column in zip(*acceptance, strict=False)]]
         for row in acceptance:
-            for tally, chance_before, chance in zip(self.depths, [1.0, *row], row, strict=False):
-                self.all_depths.add(chance, chance_before)
-                tally.add(chance, chance_before)
+            for tally, before, accepted in zip(self.depths, [1.0, *row], row, strict=False):
+                self.all_depths.add(accepted, before)
+                tally.add(accepted, before)
 
-    def chances(self, count: int) -> list[float]:
+    def acceptance(self, count: int) -> list[float]:
         """S_i for i = 1 to `count`."""
         mean_ratio = self.all_depths.accepted / self.all_depths.tried
-        chance = 1.0
-        chances = []
+        accepted = 1.0
+        acceptance = []
         for depth in range(count):
             tally = self.depths[depth] if depth < len(self.depths) else Tally()
-            chance *= (tally.accepted + PRIOR_WEIGHT * mean_ratio) / (tally.tried + PRIOR_WEIGHT)
-            chances.append(chance)
-        return chances
-
-
-@dataclass(eq=False, repr=False)
-class Costs(ForwardTimes):
-    """What "auto" knows from earlier calls; a strategy keeps it as `strategy.costs`.
-
-    With the same costs and seed, two processes draft the same numbers under token and block verification.
-
-    Attributes:
-        table, clock, measured, assumed, timing_budget, candidates_per_step: of bare forwards, as in `ForwardTimes`.
-        alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were: the
-            `conditional_acceptance` of reports.
-        rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
-        ranks: by verification, which of the draft's choices the target has taken; not saved.
-        trial_budget: the time, in plain steps, that later calls may lose by trying a draft that does not pay.
-    """
-
-    alpha: dict[str, float] = field(default_factory=dict)
-    rounds: dict[int, dict[int, float]] = field(default_factory=dict)
-    ranks: dict[str, Ranks] = field(default_factory=dict)
-    trial_budget: float = 0.0
-
-    def __repr__(self) -> str:
-        """Batch sizes that were timed, and acceptance so far."""
-        alpha = ", ".join(f"{verification}: {value:.3f}" for verification, value in self.alpha.items())
-        return f"Costs(batch sizes {sorted(self.table.keys() - self.assumed)}, acceptance {{{alpha}}})"
-
-    def apart(self) -> "Costs":
-        """A copy, which learns from its own calls alone."""
-        rounds = {batch: dict(seen) for batch, seen in self.rounds.copy().items()}  # another thread may add to it
-        return Costs(
-            dict(self.table),
-            dict(self.alpha),
-            rounds,
-            copy.deepcopy(self.ranks),
-            trial_budget=self.trial_budget,
-            clock=self.clock,
-            assumed=set(self.assumed),
-            candidates_per_step=self.candidates_per_step,
-        )
-
-    def remember(self, verification: str, alpha: float, judged: float, rounds: int = 0) -> None:
-        """Add the acceptance `alpha` of a call, seen at `judged` candidates, and how many `rounds` had candidates."""
-        self.timing_budget += rounds
-        if judged:
-            old = self.alpha.get(verification, PRIOR_ALPHA)
-            weight = ALPHA_MEMORY if verification in self.alpha else PRIOR_WEIGHT
-            self.alpha[verification] = old + (alpha - old) * judged / (judged + weight)
-
-    def remember_rounds(self, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
-        """Add how long the rounds of a call took: seconds, by batch size and number of candidates.
-
-        A time from earlier calls moves halfway, so that no call decides alone. After a call with candidates those of
-        other numbers of candidates are dropped; the time of plain steps is kept.
-        """
-        medians: dict[int, dict[int, float]] = {}
-        for (batch, drafted), seconds in seen.items():
-            if len(seconds) >= MIN_SAMPLES:
-                medians.setdefault(batch, {})[drafted] = statistics.median(seconds)
-        for batch, times in medians.items():
-            earlier = self.rounds.get(batch, {})
-            has_drafted = any(times)
-            remembered = {number: before for number, before in earlier.items() if number == 0 or not has_drafted}
-            for number, median in times.items():
-                remembered[number] = on_grid(math.sqrt(earlier.get(number, median) * median))
-            self.rounds[batch] = remembered
-
-    def forward_limited_speedup(self, batch: int, tokens_per_round: float, num_draft_tokens: int) -> float:
-        """Ê T_t(B, 1) / (T_t(B, γ+1) + γ T_d(B, 1)): Theorem 3.8 without its assumption on the larger forward."""
-        return tokens_per_round * self.target(batch, 1) / self.forwards(batch, num_draft_tokens)
-
-    def best_num_draft_tokens(self, batch: int, verification: str, limit: int | None = None) -> int:
-        """The γ, from 1 to `limit`, with the largest `forward_limited_speedup` for a whole call.
-
-        "auto" chooses each round.
-        """
-        alpha = self.alpha.get(verification, PRIOR_ALPHA)
-        numbers = range(1, min(MAX_DRAFT_TOKENS, limit or MAX_DRAFT_TOKENS) + 1)
-        return max(numbers, key=lambda g: self.forward_limited_speedup(batch, expected_tokens(alpha, g), g))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values with strings as keys, as JSON has them."""
-        table = {batch: row for batch, row in self.table.items() if batch not in self.assumed}
-        values = {"table": table, "alpha": self.alpha, "rounds": self.rounds}
-        plain: dict[str, Any] = json.loads(json.dumps(values))
-        return plain
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Costs":
-        """The inverse of `to_dict`, with a clock of its own."""
-
-        def numbered(times: dict[str, Any]) -> dict[int, float]:
-            return {int(number): float(seconds) for number, seconds in times.items()}
-
-        table = {}
-        for batch, row in values["table"].items():
-            table[int(batch)] = {"target": numbered(row["target"]), "draft": float(row["draft"])}
-        rounds = {int(batch): numbered(times) for batch, times in values.get("rounds", {}).items()}
-        return cls(table, dict(values["alpha"]), rounds)
-
-
-ASSUMED_COSTS = Costs({1: {"target": {1: 1.0, 2: 1 + ASSUMED_STEP}, "draft": ASSUMED_STEP}})
+            accepted *= (tally.accepted + PRIOR_WEIGHT * mean_ratio) / (tally.tried + PRIOR_WEIGHT)
+            acceptance.append(accepted)
+        return acceptance
 
 
 class RoundTimer:
@@ -395,7 +279,7 @@ class RoundTimer:
         return overhead
 
 
-class Auto(Schedule):
+class AutoDraftLength(DraftLengthSchedule):
     """ "auto" for one call: in each round the number of candidates with the most tokens a second, which may be 0.
 
     The longest draft of the batch decides what a forward costs, so all rows get the same number. A draft is asked
@@ -439,7 +323,7 @@ class Auto(Schedule):
         alpha = PRIOR_ALPHA if earlier_alpha is None else earlier_alpha
         if batch.lockstep:
             alpha = alpha**self.num_rows  # that all rows accept
-        self.acceptance = AcceptanceEstimate(alpha, together=batch.lockstep)
+        self.estimate = AcceptanceEstimate(alpha, together=batch.lockstep)
         self.trial_rounds_left = TRIAL_ROUNDS if earlier_alpha is None else 0
         self.trial_budget = self.costs.trial_budget
         self.num_draft_tokens = self._choose()
@@ -466,14 +350,14 @@ class Auto(Schedule):
         self.trial_rounds_left = max(0, self.trial_rounds_left - 1)
         acceptance = _acceptance_of_draft(done)
         if acceptance:
-            self.acceptance.update(acceptance)
+            self.estimate.update(acceptance)
         self.num_draft_tokens = self._choose()
 
     def _choose(self) -> int:
         """The number for the next round; a trial that begins is taken from the budget."""
-        chances = self.acceptance.chances(self.most)
+        acceptance = self.estimate.acceptance(self.most)
         self.seconds = self.timer.times(self.num_rows, self.most)
-        self.best, self.speedup = best_num_candidates(chances, self.seconds, self.considered)
+        self.best, self.speedup = most_tokens_per_second(acceptance, self.seconds, self.considered)
         if self._is_on_trial():
             return self.best
         if self._pays():
@@ -526,8 +410,8 @@ def _acceptance_of_draft(done: Round) -> list[list[float]]:
     """
     model_free = done.draft.model_free or [False] * len(done.rows)
     acceptance = []
-    for index, chances in enumerate(done.draft_acceptance):
+    for index, of_row in enumerate(done.draft_acceptance):
         goes_on = done.emitted_before[index] and done.num_new_tokens[index]
-        if chances and goes_on and not model_free[index]:
-            acceptance.append(chances)
+        if of_row and goes_on and not model_free[index]:
+            acceptance.append(of_row)
     return acceptance

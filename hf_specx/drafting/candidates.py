@@ -2,6 +2,8 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -23,7 +25,7 @@ from .auto import RoundTimer
 from .drafter import DraftContext, Drafter, no_candidates, shared_prefix_length
 from .forced import ForcedRun
 from .several import SeveralDrafts
-from .trees import Trees
+from .trees import Shape, TreeKind, TreeShapes, shape_below
 
 
 AnyDraft = PreTrainedModel | CandidateGenerator | Drafter
@@ -57,8 +59,8 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
     has_probs = True
     proposes_trees = True
-    trees: Trees | None = None
-    tree_kind = "comb"  # "full" where what follows a candidate does not depend on it, so that all are as well followed
+    tree_shapes: TreeShapes | None = None
+    tree_kind: TreeKind = "comb"  # "full" where candidates do not depend on those before them
     source = "model"  # of its drafts
     draftable: torch.Tensor | None = None  # [V] bool on the CPU, the tokens that it has; None is all
     round_timer: RoundTimer | None = None
@@ -91,7 +93,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         self.vocab_size = context.vocab_size
         self.threshold = context.threshold
         self.allow_forced_tokens = context.allow_forced_tokens
-        self.trees = context.trees
+        self.tree_shapes = context.tree_shapes
         self.counts_forced = context.independent_rows  # else a row with a seed depends on the steps of others
         self.round_timer = None if context.independent_rows else context.round_timer
         self.num_prompts = len(context.batch.counts)
@@ -134,21 +136,20 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         Returns:
             A draft with q, where the verifier draws candidates from it.
         """
-        if self.trees is not None:
-            lengths = self.trees.plan(len(lengths), lengths, self.tree_kind)
+        if self.tree_shapes is not None:
+            lengths = self.tree_shapes.begin_round(lengths, self.tree_kind)
         limits = list(lengths)
         num_drafted = [0] * len(lengths)  # without forced tokens
         num_steps = 0
         last_step = -1  # the position of the last step of the draft model
-        tokens: list[torch.Tensor] = []
-        probs: list[torch.Tensor] = []
         choices: list[torch.Tensor] = []  # [R, n] at each position, the candidate first
         host_choices: list[list[list[int]]] = []  # the same as lists, where masks ask for candidates on the host
+        probs: list[torch.Tensor] = []
         forced_run = None
         if self.allow_forced_tokens and self.processors.mask_size:
             forced_run = ForcedRun(self.processors, batch, self.round_timer, self.draftable)
         while True:
-            position = len(tokens)
+            position = len(choices)
             num_counted = position if self.counts_forced else num_steps
             draws = [num_counted < limit for limit in limits]  # [R], rows that take a candidate of the draft model
             if forced_run is not None:
@@ -164,37 +165,48 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
                 break
             if forced_run is not None:
                 scores = forced_run.restrict(scores)
-            if self.trees is None:
-                token, drawn_from = self.verifier.choose(batch, scores, position, [position + draw for draw in draws])
-            else:
-                number = min(self.trees.choices_at(position, lengths, self.tree_kind), scores.shape[-1])
-                ranked, drawn_from = self.verifier.rank(batch, scores, position, number)
-                token = ranked[:, 0]
-                choices.append(ranked)
-                if forced_run is not None:
-                    host_choices.append(ranked.tolist())
-            host_tokens = [[ids[0] for ids in row_ids] for row_ids in host_choices[position:]]
-            batch.write(token[:, None], position, host_tokens)
-            tokens.append(token)
+            ranked, drawn_from = self._choose(batch, scores, position, draws, lengths)
+            host_tokens = []
+            if forced_run is not None and self.tree_shapes is not None:  # all at once, since it asks for the first
+                host_choices.append(ranked.tolist())
+                host_tokens = [[of_row[0] for of_row in host_choices[-1]]]
+            batch.write(ranked[:, :1], position, host_tokens)
+            choices.append(ranked)
             if drawn_from is not None:
                 probs.append(drawn_from[:, None])
             num_drafted = [number + draw for number, draw in zip(num_drafted, draws, strict=True)]
             if self.threshold:
-                limits = self._limits_after(token, scores, limits)
-        if not tokens:
+                limits = self._limits_after(ranked[:, 0], scores, limits)
+        if not choices:
             return no_candidates(batch)
         draft = Draft(
-            torch.stack(tokens, 1),
+            torch.stack([ranked[:, 0] for ranked in choices], 1),
             num_drafted,
             torch.cat(probs, 1) if probs else None,
             self.source,
-            host_tokens=batch.host_candidates[: len(tokens)],
+            host_tokens=batch.host_candidates[: len(choices)],
         )
         if forced_run is not None:
             source = self.source if num_steps else "forced"
             draft = draft._replace(lengths=forced_run.lengths, source=source, forced=forced_run.forced)
         draft = self._confident_part(draft)
-        return draft if self.trees is None else as_tree(draft, choices, self.trees, self.tree_kind, host_choices)
+        if self.tree_shapes is None:
+            return draft
+        return as_tree(draft, choices, self.tree_shapes, self.tree_kind, host_choices)
+
+    def _choose(
+        self, batch: Batch, scores: torch.Tensor, position: int, draws: list[bool], depths: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The choices [R, n] at a position, the candidate first, and q, as of `Verifier.choose`.
+
+        In a chain the candidate is the only one. `draws` [R] says which rows take it from the draft model, and
+        `depths` [R] how deep their trees go.
+        """
+        if self.tree_shapes is None:
+            token, drawn_from = self.verifier.choose(batch, scores, position, [position + draw for draw in draws])
+            return token[:, None], drawn_from
+        number = min(self.tree_shapes.num_choices(position, depths, self.tree_kind), scores.shape[-1])
+        return self.verifier.rank(batch, scores, position, number)
 
     def _confident_part(self, draft: Draft) -> Draft:
         """The candidates of each row before the first that the draft itself takes back."""
@@ -237,7 +249,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         if self.runner is None or not self.has_prefilled:
             return
         model_free = done.draft.model_free or [False] * len(done.rows)
-        rows = zip(done.rows, done.emitted_before, done.first_accepted, model_free, strict=True)
+        rows = zip(done.rows, done.emitted_before, done.accepted_in_chain, model_free, strict=True)
         for row, emitted_before, num_first, is_free in rows:
             num_fed = emitted_before if is_free else emitted_before + num_first
             self.runner.limit_computed_tokens(row, min(num_fed, done.batch.counts[row] - 1))
@@ -274,44 +286,51 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 def as_tree(
     draft: Draft,
     choices: Sequence[torch.Tensor],
-    trees: Trees,
-    kind: str = "comb",
+    tree_shapes: TreeShapes,
+    kind: TreeKind = "comb",
     host_choices: Sequence[list[list[int]]] = (),
 ) -> Draft:
     """A chain of candidates with next best choices beside it, which are the same behind all at one position.
 
     Args:
         choices: at each position [R, n], best first; the first are the candidates of the chain.
-        kind: as in `Trees.plan`; in a comb no candidate follows the next best ones.
+        kind: of the shapes; in a row with forced tokens it is "comb", since these are right behind the chain, and
+            nowhere else for sure.
         host_choices: the same as lists, if they were read back.
     """
-    numbers = [ranked.shape[1] for ranked in choices]
-    widest, shapes = max(numbers), []
+    shapes = []
     for row, length in enumerate(draft.lengths):
-        flags = draft.forced[row] if draft.forced is not None else []
-        at_most = [1 if depth < len(flags) and flags[depth] else number for depth, number in enumerate(numbers)]
-        # forced tokens are right behind the chain, and nowhere else for sure
-        shapes.append(trees.shape("comb" if any(flags) else kind, length).with_ranks_below(at_most))
-    lengths = [len(shape.parents) for shape in shapes]
+        limits = [ranked.shape[1] for ranked in choices]
+        is_forced = [] if draft.forced is None else draft.forced[row]
+        for position in compress(range(len(limits)), is_forced):
+            limits[position] = 1
+        shapes.append(shape_below(tree_shapes.shape("comb" if any(is_forced) else kind, length), tuple(limits)))
     if all(shape.is_chain for shape in shapes):
         return draft
-    most, index = max(lengths), []
-    for shape in shapes:
-        places = [depth * widest + rank for depth, rank in zip(shape.depths, shape.ranks, strict=True)]
-        index.append([*places, *[0] * (most - len(places))])
-    ranked_tokens = torch.stack([nn.functional.pad(ranked, (0, widest - ranked.shape[1])) for ranked in choices], 1)
-    tokens = ranked_tokens.flatten(1).gather(1, to_device_async(index, ranked_tokens.device))
-    parents = [shape.parents for shape in shapes]
+    widest = max(ranked.shape[1] for ranked in choices)
+    places, places_on_device = places_of(tuple(shapes), widest, draft.tokens.device)
+    padded = [nn.functional.pad(ranked, (0, widest - ranked.shape[1])) for ranked in choices]
+    tokens = torch.cat(padded, 1).gather(1, places_on_device)
     host_tokens: list[list[int]] = []
-    if host_choices:
-        for number in range(most):
-            host_tokens.append(
-                [
-                    host_choices[of_row[number] // widest][row][of_row[number] % widest]
-                    for row, of_row in enumerate(index)
-                ]
-            )
+    for column in zip(*places, strict=True) if host_choices else ():
+        positions_and_ranks = [divmod(place, widest) for place in column]
+        host_tokens.append([host_choices[at][row][rank] for row, (at, rank) in enumerate(positions_and_ranks)])
+    lengths, parents = [len(shape.parents) for shape in shapes], [shape.parents for shape in shapes]
     return draft._replace(tokens=tokens, lengths=lengths, parents=parents, host_tokens=host_tokens)
+
+
+@lru_cache(256)
+def places_of(shapes: tuple[Shape, ...], widest: int, device: torch.device) -> tuple[list[list[int]], torch.Tensor]:
+    """Where the candidates of R rows stand among all choices, `widest` at each position: [R, K], and on a device.
+
+    Rows with fewer than K candidates have fillers.
+    """
+    most = max(len(shape.parents) for shape in shapes)
+    places = []
+    for shape in shapes:
+        of_row = [position * widest + rank for position, rank in zip(shape.positions, shape.ranks, strict=True)]
+        places.append([*of_row, *[0] * (most - len(of_row))])
+    return places, to_device_async(places, device)
 
 
 class GeneratorDrafter(Drafter):

@@ -18,7 +18,7 @@ from hf_specx.sampling.verifiers import RejectionVerifier, Verifier
 
 from .auto import RoundTimer
 from .forward_times import ForwardSize, size_of
-from .trees import Trees
+from .trees import TreeShapes
 
 
 class TokenizerMatch(NamedTuple):
@@ -51,7 +51,7 @@ class DraftContext:
         round_timer: how long rounds take; it is known before anything is proposed.
         num_draft_tokens: candidates of a round that the user asked for; None is "auto".
         alpha: acceptance in earlier calls with this verification; None where none was seen.
-        trees: the shapes of trees, where candidates may branch; None where each follows the one before.
+        tree_shapes: the shapes of trees, where candidates may branch; None where each follows the one before.
     """
 
     batch: Batch
@@ -67,7 +67,7 @@ class DraftContext:
     round_timer: RoundTimer = field(default_factory=lambda: RoundTimer(None))
     num_draft_tokens: int | None = None
     alpha: float | None = None
-    trees: Trees | None = None
+    tree_shapes: TreeShapes | None = None
 
     @property
     def independent_rows(self) -> bool:
@@ -94,8 +94,8 @@ class Drafter(Protocol):
             `num_draft_tokens="auto"` means for it, unless it `drafts_blocks`: such a number it finds by itself.
         drafts_blocks: whether one step finds all candidates of a round; "auto" then chooses how many are judged, or
             none.
-        has_other_tokenizer: whether its model has another tokenizer than the target; `tokenizer_match` says how
-            their tokens are matched.
+        has_other_tokenizer: whether its model has another tokenizer than the target; `tokenizer_match` says how their
+            tokens are matched.
         parts: the drafters that a `SeveralDrafts` chooses from; empty for any other.
     """
 

@@ -33,8 +33,12 @@ class Translation:
 
     Each token of the target that the draft has as well is one of its own. Others are written in the draft's tokens
     from their bytes, together with such bytes directly before them; a boundary lies after each common token and before
-    each space. Nothing before the last boundary changes when more is added. `states` has, after each token of the
-    target, how many of the draft's come before the last boundary, and the bytes after it.
+    each space. Nothing before the last boundary changes when more is added.
+
+    Attributes:
+        ids: the draft's tokens.
+        boundaries: after each token of the target, how many of the draft's come before the last boundary, and the
+            bytes after it.
     """
 
     def __init__(self, vocabularies: VocabularyMap):
@@ -42,33 +46,33 @@ class Translation:
         self.target = vocabularies.target
         self.to_draft = vocabularies.to_draft
         self.ids: list[int] = []
-        self.states: list[tuple[int, bytes]] = [(0, b"")]
+        self.boundaries: list[tuple[int, bytes]] = [(0, b"")]
 
     def extend(self, tokens: list[int]) -> int:
         """Add tokens of the target; returns how many of the draft's tokens are as before."""
-        start, text = self.states[-1]
+        start, pending = self.boundaries[-1]
         new_ids: list[int] = []  # from the last boundary on
         for token in tokens:
             common = self.to_draft[token]
             content = self.target.joined([token])
-            ends_text = common >= 0 or content[:1].isspace() or len(text) > MAX_PENDING_BYTES
-            if text and ends_text:
-                new_ids += self.draft.encode(text)
-                text = b""
+            is_boundary = common >= 0 or content[:1].isspace() or len(pending) > MAX_PENDING_BYTES
+            if pending and is_boundary:
+                new_ids += self.draft.encode(pending)
+                pending = b""
             if common >= 0:
                 new_ids.append(common)
             else:
-                text += content
-            self.states.append((start + len(new_ids), text))
-        if text:
-            new_ids += self.draft.encode(text)
+                pending += content
+            self.boundaries.append((start + len(new_ids), pending))
+        if pending:
+            new_ids += self.draft.encode(pending)
         num_unchanged = start + shared_prefix_length(self.ids[start:], new_ids)
         self.ids[num_unchanged:] = new_ids[num_unchanged - start :]
         return num_unchanged
 
     def crop(self, count: int) -> None:
         """Keep the first `count` tokens of the target; `ids` follow when more is added."""
-        del self.states[count + 1 :]
+        del self.boundaries[count + 1 :]
 
 
 class OtherTokenizerRunner:
@@ -96,8 +100,8 @@ class OtherTokenizerRunner:
         new, counts = [], list(self.draft_batch.counts)
         for row, candidates in zip(batch.rows, batch.candidates(ahead), strict=True):
             translation = self.translations[row]
-            text = batch.row_states[row].emitted_ids[: batch.counts[row]] + candidates
-            counts[row] = translation.extend(text[len(translation.states) - 1 :])
+            tokens = batch.row_states[row].emitted_ids[: batch.counts[row]] + candidates
+            counts[row] = translation.extend(tokens[len(translation.boundaries) - 1 :])
             new.append(translation.ids[counts[row] :])
             self.runner.limit_computed_tokens(row, counts[row])
         if counts != self.draft_batch.counts:

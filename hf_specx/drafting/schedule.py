@@ -68,7 +68,7 @@ def choose_draft_settings(
     return DraftSettings(number, schedule, threshold)
 
 
-class Schedule:
+class DraftLengthSchedule:
     """How many candidates each row drafts in the next round: the same number for all rows and rounds.
 
     Args:
@@ -121,8 +121,8 @@ class Schedule:
         if self.round_timer is None or not any(done.emitted_before):
             return  # the first step, with the prompts, took another time
         draft = done.draft
-        if done.nodes != draft.lengths:
-            self.round_timer.observe_tree(len(done.rows), draft.steps, max(done.nodes))
+        if done.num_candidates != draft.lengths:
+            self.round_timer.observe_tree(len(done.rows), draft.steps, max(done.num_candidates))
         elif draft.model_free is None and draft.steps == max(draft.lengths):
             self.round_timer.observe(len(done.rows), draft.steps)
         else:

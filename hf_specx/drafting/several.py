@@ -12,8 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft, Round
+from hf_specx.common.tree import Parents
 
-from .auto import PRIOR_ALPHA, AcceptanceEstimate, RoundTimer
+from .auto import AcceptanceEstimate, RoundTimer
+from .costs import PRIOR_ALPHA
 from .drafter import DraftContext, Drafter
 from .forced import apply_masks
 from .forward_times import ForwardSize
@@ -69,17 +71,17 @@ class SeveralDrafts(Drafter):
         # a row with a seed is the same after any other calls
         alpha = None if self.independent_rows else context.alpha
         self.prior = PRIOR_ALPHA if alpha is None else alpha
-        self.acceptance = [self._estimates(len(context.batch.rows)) for _ in self.parts]  # of each part and row
+        self.estimates = [self._new_estimates(len(context.batch.rows)) for _ in self.parts]  # of each part and row
         self.chosen: list[int] = []  # [R], the number of the part whose candidates each row has in this round
 
-    def _estimates(self, rows: int) -> list[AcceptanceEstimate]:
-        """The acceptance of a part in each row: one estimate for all of them, unless rows are independent."""
+    def _new_estimates(self, rows: int) -> list[AcceptanceEstimate]:
+        """Estimates of the acceptance of a part in each row: the same one for all, unless rows are independent."""
         if self.independent_rows:
             return [AcceptanceEstimate(self.prior) for _ in range(rows)]
         return [AcceptanceEstimate(self.prior)] * rows
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """For each row the candidates of the part with the largest expected gain.
+        """For each row the candidates of the part that is expected to have most accepted.
 
         Args:
             batch: the text so far.
@@ -88,16 +90,16 @@ class SeveralDrafts(Drafter):
         drafts = self._drafts_of_others(batch, lengths)
         if len(self.parts) == 1:
             return drafts[0]
-        chances = []  # of each other part and row
+        acceptance = []  # that is expected of each other part and row
         for part, draft in enumerate(drafts):
-            chances.append(draft.estimate or self._expected_chances(batch, part, draft.lengths))
-        gains = [[sum(of_row) for of_row in of_part] for of_part in chances]
-        self.chosen = [of_row.index(max(of_row)) for of_row in zip(*gains, strict=True)]
+            acceptance.append(draft.estimate or self._expected_acceptance(batch, part, draft.lengths))
+        num_accepted = [[sum(of_row) for of_row in of_part] for of_part in acceptance]
+        self.chosen = [of_row.index(max(of_row)) for of_row in zip(*num_accepted, strict=True)]
         model = len(drafts)  # the number of the model's part
         if self.model_part is None:
             return self._join(batch, drafts, model)._replace(model_free=None)
-        offered = [chances[part][row] for row, part in enumerate(self.chosen)]
-        asks_model = self._asks_model(batch, offered, self._expected_chances(batch, model, lengths))
+        of_others = [acceptance[part][row] for row, part in enumerate(self.chosen)]
+        asks_model = self._asks_model(batch, of_others, self._expected_acceptance(batch, model, lengths))
         self.chosen = [model if asks else part for part, asks in zip(self.chosen, asks_model, strict=True)]
         if any(asks_model):
             wanted = [length if asks else 0 for length, asks in zip(lengths, asks_model, strict=True)]
@@ -125,17 +127,17 @@ class SeveralDrafts(Drafter):
     def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         for part in self.parts:
             part.add_rows(batch, previous_indices)
-        for estimates in self.acceptance:
+        for estimates in self.estimates:
             more = len(batch.counts) - len(estimates)
-            estimates += self._estimates(more) if self.independent_rows else estimates[:1] * more
+            estimates += self._new_estimates(more) if self.independent_rows else estimates[:1] * more
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         for part in self.parts:
             part.admit(batch, rows)
         if self.independent_rows:
-            for acceptance in self.acceptance:
+            for estimates in self.estimates:
                 for row in rows:
-                    acceptance[row] = AcceptanceEstimate(self.prior)
+                    estimates[row] = AcceptanceEstimate(self.prior)
 
     def observe(self, done: Round) -> None:
         """Learn from the candidates that were taken from each part."""
@@ -143,7 +145,7 @@ class SeveralDrafts(Drafter):
             acceptance = done.unforced_acceptance
             indices = [index for index, chosen in enumerate(self.chosen) if chosen == part and acceptance[index]]
             for group in self._groups(indices):
-                estimate = self.acceptance[part][done.rows[group[0]]]
+                estimate = self.estimates[part][done.rows[group[0]]]
                 estimate.update([acceptance[index] for index in group])
         for drafter in self.parts:
             drafter.observe(done)
@@ -160,9 +162,9 @@ class SeveralDrafts(Drafter):
         sizes = (part.size() for part in self.timed)
         return next((size for size in sizes if size is not None), None)
 
-    def _expected_chances(self, batch: Batch, part: int, lengths: list[int]) -> list[list[float]]:
+    def _expected_acceptance(self, batch: Batch, part: int, lengths: list[int]) -> list[list[float]]:
         """For each row the probability that its first i candidates of a part are all accepted, i = 1 to its length."""
-        return [self.acceptance[part][row].chances(length) for row, length in zip(batch.rows, lengths, strict=True)]
+        return [self.estimates[part][row].acceptance(length) for row, length in zip(batch.rows, lengths, strict=True)]
 
     def _groups(self, indices: Sequence[int]) -> list[Sequence[int]]:
         """Rows that are counted, and that choose, together: all of these, or each alone if rows are independent."""
@@ -170,34 +172,38 @@ class SeveralDrafts(Drafter):
             return [[index] for index in indices]
         return [indices] if indices else []
 
-    def _asks_model(self, batch: Batch, offered: list[list[float]], of_model: list[list[float]]) -> list[bool]:
-        """Whether each row takes the model's candidates, [R], by the chances of these and of what others offer."""
+    def _asks_model(self, batch: Batch, of_others: list[list[float]], of_model: list[list[float]]) -> list[bool]:
+        """Whether each row takes the model's candidates, [R], by the acceptance expected of these and of others.
+
+        A row asks the model if it expects more of it; but the model is asked by no row of a group if a round without
+        it gives more tokens a second. Where no row of a group has candidates of others, the schedule has decided.
+        """
         asks = []
-        for model_chances, other_chances in zip(of_model, offered, strict=True):
-            asks.append(not other_chances or sum(model_chances) > sum(other_chances))
+        for model_acceptance, other_acceptance in zip(of_model, of_others, strict=True):
+            asks.append(not other_acceptance or sum(model_acceptance) > sum(other_acceptance))
         for group in self._groups(range(len(asks))):
-            if not any(offered[index] for index in group):
-                continue  # then the schedule has decided
-            mixed = [of_model[index] if asks[index] else offered[index] for index in group]
+            if not any(of_others[index] for index in group):
+                continue
+            mixed = [of_model[index] if asks[index] else of_others[index] for index in group]
             num_steps = max((len(of_model[index]) for index in group if asks[index]), default=0)
-            rate_without_model = self._rate(batch, [offered[index] for index in group], 0)
+            rate_without_model = self._rate(batch, [of_others[index] for index in group], 0)
             if rate_without_model >= self._rate(batch, mixed, num_steps):
                 for index in group:
                     asks[index] = False
         return asks
 
-    def _rate(self, batch: Batch, chances: list[list[float]], num_steps: int) -> float:
-        """Tokens a second of a round with so many steps of the model, by the chances of each row's candidates."""
-        longest = max(map(len, chances))
-        seconds = self.round_timer.times(len(chances), longest, steps=False)[longest]
+    def _rate(self, batch: Batch, acceptance: list[list[float]], num_steps: int) -> float:
+        """Tokens a second of a round with so many steps of the model, by the acceptance expected of each row."""
+        num_rows, longest = len(acceptance), max(map(len, acceptance))
+        seconds = self.round_timer.times(num_rows, longest, steps=False)[longest]
         if num_steps:
-            with_steps = self.round_timer.times(len(chances), num_steps)[num_steps]
-            without_steps = self.round_timer.times(len(chances), num_steps, steps=False)[num_steps]
+            with_steps = self.round_timer.times(num_rows, num_steps)[num_steps]
+            without_steps = self.round_timer.times(num_rows, num_steps, steps=False)[num_steps]
             seconds += with_steps - without_steps
         if batch.lockstep:
-            of_all = map(math.prod, zip(*chances, strict=False))  # as far as the row with the fewest goes
-            return len(chances) * (1.0 + sum(of_all)) / seconds
-        return (len(chances) + sum(map(sum, chances))) / seconds
+            of_all = map(math.prod, zip(*acceptance, strict=False))  # as far as the row with the fewest goes
+            return num_rows * (1.0 + sum(of_all)) / seconds
+        return (num_rows + sum(map(sum, acceptance))) / seconds
 
 
 def has_forwards(part: object) -> bool:
@@ -211,11 +217,12 @@ def _joined(batch: Batch, drafts: list[Draft], chosen: list[int], model: int) ->
     Number `model` is the draft of the model, which is missing if no row asked it.
     """
     model_ran = len(drafts) > model
-    lengths = [drafts[part].lengths[row] for row, part in enumerate(chosen)]
+    of_rows = [drafts[part] for part in chosen]  # the draft that each row takes
+    lengths = [draft.lengths[row] for row, draft in enumerate(of_rows)]
     longest = max(lengths)
     if not longest:
         return Draft(batch.index.new_zeros(len(lengths), 0), lengths)
-    sources = [drafts[part].sources[row] for row, part in enumerate(chosen)]
+    sources = [draft.sources[row] for row, draft in enumerate(of_rows)]
     model_free = []
     for part, length in zip(chosen, lengths, strict=True):
         model_free.append(part != model and (length > 0 or not model_ran))
@@ -224,23 +231,29 @@ def _joined(batch: Batch, drafts: list[Draft], chosen: list[int], model: int) ->
     padded = [torch.nn.functional.pad(draft.tokens.to(batch.ids), (0, longest))[:, :longest] for draft in drafts]
     parts = to_device_async(chosen, batch.index.device)
     tokens = torch.stack(padded, 1)[torch.arange(len(chosen), device=parts.device), parts]
-    forced = parents = None
-    if any(drafts[part].forced for part in chosen):
-        forced = []
-        for row, part in enumerate(chosen):
-            flags = drafts[part].forced
-            forced.append([False] * lengths[row] if flags is None else flags[row])
-    if any(drafts[part].parents for part in chosen):
-        parents = []
-        for row, part in enumerate(chosen):
-            of_part = drafts[part].parents
-            parents.append(tuple(range(-1, lengths[row] - 1)) if of_part is None else of_part[row])
-    joined = Draft(tokens, lengths, None, sources, forced, model_free=model_free, parents=parents)
+    joined = Draft(tokens, lengths, None, sources, model_free=model_free)
+    if any(draft.forced for draft in of_rows):
+        joined = joined._replace(forced=[_forced_flags(draft, row) for row, draft in enumerate(of_rows)])
+    if any(draft.parents for draft in of_rows):
+        joined = joined._replace(parents=[_parents(draft, row) for row, draft in enumerate(of_rows)])
     probs = drafts[model].probs if model_ran else None
-    if probs is None:
-        return joined
+    return joined if probs is None else joined._replace(probs=_joined_probs(joined, probs))
+
+
+def _forced_flags(draft: Draft, row: int) -> list[bool]:
+    """Which candidates of a row are forced; none if the draft does not say."""
+    return [False] * draft.lengths[row] if draft.forced is None else draft.forced[row]
+
+
+def _parents(draft: Draft, row: int) -> Parents:
+    """The candidate that each candidate of a row follows."""
+    return tuple(range(-1, draft.lengths[row] - 1)) if draft.parents is None else draft.parents[row]
+
+
+def _joined_probs(joined: Draft, probs: torch.Tensor) -> torch.Tensor:
+    """[R, K, V], q of a joined draft: `probs` of the model's rows; candidates of others are certain."""
     chain = joined.first_choices().tokens  # which q is of
     probs = torch.nn.functional.pad(probs, (0, 0, 0, chain.shape[1] - probs.shape[1]))  # cut, if that is negative
     certain = torch.zeros_like(probs).scatter_(-1, chain[..., None], 1)
-    is_certain = to_device_async(model_free, probs.device)[:, None, None]
-    return joined._replace(probs=torch.where(is_certain, certain, probs))
+    is_certain = to_device_async(joined.model_free, probs.device)[:, None, None]
+    return torch.where(is_certain, certain, probs)

@@ -16,11 +16,11 @@ from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
 
-from .auto import RoundTimer, best_num_candidates
+from .auto import RoundTimer, most_tokens_per_second
 from .drafter import DraftContext, Drafter, check_number, no_candidates
 from .forward_times import NOTHING, ForwardSize
 from .suffix_pool import DEPTH, NGrams, SuffixPool
-from .trees import Trees
+from .trees import TreeShapes
 
 
 UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
@@ -108,7 +108,7 @@ class SuffixDraft(Drafter):
     """
 
     proposes_trees = True
-    trees: Trees | None = None
+    tree_shapes: TreeShapes | None = None
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class SuffixDraft(Drafter):
 
     def start(self, context: DraftContext) -> None:
         self.vocab_size = context.vocab_size
-        self.independent_rows, self.trees = context.independent_rows, context.trees
+        self.independent_rows, self.tree_shapes = context.independent_rows, context.tree_shapes
         rows = context.batch.rows
         self.text_numbers = list(rows)  # of each row, in the index in which it is looked for
         self.num_texts = len(rows)  # numbers that texts have had
@@ -195,7 +195,7 @@ class SuffixDraft(Drafter):
         estimate = [of_row[:number] for of_row, number in zip(chances, num_candidates, strict=True)]
         tokens = to_device_async(columns, batch.ids.device).T
         parents = None
-        if self.trees is not None:
+        if self.tree_shapes is not None:
             parents = [tuple(match.parents[:number]) for match, number in zip(matches, num_candidates, strict=True)]
             if all(of_row == tuple(range(-1, len(of_row) - 1)) for of_row in parents):
                 parents = None  # chains, which forced tokens may follow
@@ -205,7 +205,7 @@ class SuffixDraft(Drafter):
         """The number of candidates with the most tokens a second, by the chances of each row's to be kept."""
         rows, longest = len(chances), max(map(len, chances))
         means = [sum(row[i] for row in chances if i < len(row)) / rows for i in range(longest)]
-        return best_num_candidates(means, self.round_timer.times(rows, longest, steps=False))[0]
+        return most_tokens_per_second(means, self.round_timer.times(rows, longest, steps=False))[0]
 
     def _find(self, row: int, max_candidates: int) -> Match:
         """Candidates for a row, of which so many may follow each other at most, and that are likely enough."""
@@ -221,9 +221,9 @@ class SuffixDraft(Drafter):
             elif pool_length == length:
                 continuations = continuations + of_pool
         rate = self.row_acceptance[row].rate(length)
-        if self.trees is None:
+        if self.tree_shapes is None:
             return Match(*_most_frequent(continuations, depth, rate), length)
-        number = self.trees.nodes if isinstance(self.trees.nodes, int) else MOST_BRANCHES
+        number = self.tree_shapes.nodes if isinstance(self.tree_shapes.nodes, int) else MOST_BRANCHES
         return Match(*_likeliest(continuations, depth, rate, number, UNLIKELY_BRANCH), length)
 
     def _text(self, row: int) -> array:

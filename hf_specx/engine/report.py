@@ -8,7 +8,7 @@ from itertools import compress, zip_longest
 from typing import Any
 
 from hf_specx.common.round import Round, RoundRecord
-from hf_specx.drafting.auto import Costs, expected_tokens
+from hf_specx.drafting.costs import Costs, expected_tokens
 
 
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
@@ -96,8 +96,9 @@ class SpeculationReport:
     def observe(self, done: Round) -> None:
         """Count a round."""
         self._add_rows(len(done.batch.row_states) - self.rows)
-        draft, longest, width = done.draft, max(done.draft.lengths), max(done.nodes)
-        steps, sources, nodes, branches = draft.steps, draft.sources, done.nodes, done.branches
+        draft, longest, width = done.draft, max(done.draft.lengths), max(done.num_candidates)
+        steps, sources, nodes = draft.steps, draft.sources, done.num_candidates
+        accepted_ranks = done.accepted_ranks
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
@@ -115,9 +116,9 @@ class SpeculationReport:
                 self.new_tokens_in_steps += num_new_tokens
             flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
             forced = tuple(compress(range(drafted), flags))
-            branch = tuple(branches[index])
+            ranks = tuple(accepted_ranks[index])
             ends = done.is_bonus[index]
-            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced, nodes[index], branch, ends))
+            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced, nodes[index], ranks, ends))
             if self.max_history is not None and len(history) > 2 * self.max_history:
                 del history[: self.max_history]
             self.emitted_per_row[row] += done.emitted[index]
@@ -125,7 +126,7 @@ class SpeculationReport:
                 continue
             self.forced += len(forced)
             self.nodes += nodes[index]
-            for rank in branch:
+            for rank in ranks:
                 self.accepted_per_rank += [0] * (1 + rank - len(self.accepted_per_rank))
                 self.accepted_per_rank[rank] += 1
             self.num_new_tokens += num_new_tokens

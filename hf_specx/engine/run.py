@@ -10,12 +10,13 @@ from typing import Any
 from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.round import Listener, Round
-from hf_specx.drafting.auto import MAX_DRAFT_TOKENS, Auto, Costs, RoundTimer
+from hf_specx.drafting.auto import AutoDraftLength, RoundTimer
+from hf_specx.drafting.costs import MAX_DRAFT_TOKENS, Costs
 from hf_specx.drafting.drafter import DraftContext, Drafter
 from hf_specx.drafting.forward_times import assumed_times, size_of
-from hf_specx.drafting.schedule import Schedule
+from hf_specx.drafting.schedule import DraftLengthSchedule
 from hf_specx.drafting.several import SeveralDrafts
-from hf_specx.drafting.trees import COMPILED_NODES, Ranks, Trees
+from hf_specx.drafting.trees import COMPILED_NODES, RankEstimate, TreeShapes
 from hf_specx.models.choose import make_runner
 from hf_specx.models.prompts import draft_prompt
 from hf_specx.models.runner import ModelRunner
@@ -54,7 +55,7 @@ class Run:
         listeners: are told of each round first, before any row leaves.
     """
 
-    schedule: Schedule
+    schedule: DraftLengthSchedule
 
     def __init__(self, call: Call, costs: Costs, target: ModelRunner | None = None):
         prompt, strategy = call.prompt, call.strategy
@@ -72,7 +73,7 @@ class Run:
         # times differ from rank to rank, and drafts that go by them would differ as well
         timer_costs = None if call.tensor_parallel else costs
         self.round_timer = RoundTimer(timer_costs, online=call.verification in ("greedy", "coupled"))
-        self.trees = self._make_trees()
+        self.tree_shapes = self._make_tree_shapes()
         own_model = None if call.drafter.has_other_tokenizer else call.drafter.model
         self.draft_prompt = None if own_model is None else draft_prompt(own_model, prompt)
         # they give rows unequal numbers of candidates, and ranks and compiled forwards need the same
@@ -82,7 +83,7 @@ class Run:
         config = prompt.generation_config
         self.outputs = Outputs(config, len(prompt.input_ids)) if config.return_dict_in_generate else None
         self.stream = None if strategy.streamer is None else Stream(call)
-        listeners = [self.report, self.trees, self.outputs, self.stream, *strategy.listeners, call.queue]
+        listeners = [self.report, self.tree_shapes, self.outputs, self.stream, *strategy.listeners, call.queue]
         self.listeners: list[Listener] = [listener for listener in listeners if listener is not None]
         self.started = self.phase_started = time.perf_counter()
 
@@ -108,7 +109,7 @@ class Run:
             return SeveralDrafts([drafter])
         return drafter
 
-    def _make_trees(self) -> Trees | None:
+    def _make_tree_shapes(self) -> TreeShapes | None:
         """The shapes of trees, where candidates of the call may branch."""
         call = self.call
         if not call.max_nodes:
@@ -119,9 +120,9 @@ class Run:
             [number for number in COMPILED_NODES if number <= most] if call.strategy.compile else range(1, 1 + most)
         )
         nodes = call.max_nodes if isinstance(call.max_nodes, str) else min(call.max_nodes, most)
-        ranks = self.costs.ranks.setdefault(call.verification, Ranks())
+        ranks = self.costs.rank_estimates.setdefault(call.verification, RankEstimate())
         chooses_depth = fixed_draft_tokens(call) is None  # else that number is the depth
-        return Trees(nodes, self.round_timer, ranks, numbers, chooses_depth)
+        return TreeShapes(nodes, self.round_timer, ranks, numbers, chooses_depth)
 
     def _make_report(self) -> SpeculationReport:
         """The report of the call, with all counters at 0."""
@@ -164,13 +165,13 @@ class Run:
             round_timer=self.round_timer,
             num_draft_tokens=call.draft_settings.num_draft_tokens,
             alpha=None if call.tensor_parallel else self.costs.alpha.get(call.verification),
-            trees=self.trees,
+            tree_shapes=self.tree_shapes,
         )
         self.drafter.start(context)
         self.schedule = self._make_schedule()
         self.phase_started = time.perf_counter()
 
-    def _make_schedule(self) -> Schedule:
+    def _make_schedule(self) -> DraftLengthSchedule:
         """The number of candidates that was asked for, "auto", or a fixed number where "auto" has nothing to go by."""
         call = self.call
         round_timer = self._timer_of_auto()
@@ -178,12 +179,12 @@ class Run:
         if round_timer is not None and (call.synced_gpus or call.tensor_parallel):
             options["agree"] = partial(of_first_rank, device=self.batch.ids.device)
         num_draft_tokens = fixed_draft_tokens(call)
-        if num_draft_tokens is None and round_timer is None:
-            num_draft_tokens = self.drafter.max_candidates or FIXED_DRAFT_TOKENS
-        if num_draft_tokens is not None:
-            return Schedule(num_draft_tokens, round_timer, **options)
         most = self.drafter.max_candidates
-        return Auto(round_timer, call.verification, self.batch, call.strategy.compile, most, **options)
+        if num_draft_tokens is not None:
+            return DraftLengthSchedule(num_draft_tokens, round_timer, **options)
+        if round_timer is None:
+            return DraftLengthSchedule(most or FIXED_DRAFT_TOKENS, **options)
+        return AutoDraftLength(round_timer, call.verification, self.batch, call.strategy.compile, most, **options)
 
     def _timer_of_auto(self) -> RoundTimer | None:
         """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times."""
@@ -369,7 +370,8 @@ def would_not_draft(call: Call, costs: Costs) -> bool:
         return False
     if any(isinstance(each, RoundProcessor) and each.vocab_size for each in call.processors):  # of forced tokens
         return False
-    return Auto(RoundTimer(costs), call.verification, make_batch(call), most=drafter.max_candidates).is_idle()
+    most = drafter.max_candidates
+    return AutoDraftLength(RoundTimer(costs), call.verification, make_batch(call), most=most).is_idle()
 
 
 def make_batch(call: Call) -> Batch:

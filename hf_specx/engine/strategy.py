@@ -20,8 +20,9 @@ from hf_specx.common.errors import require
 from hf_specx.common.round import Listener, Round
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import ModelReference, NoModel, label_of, unwrapped, unwrapped_draft
-from hf_specx.drafting.auto import TRIAL_SHARE, Costs
+from hf_specx.drafting.auto import TRIAL_SHARE
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
+from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.heads.draft_names import with_assistant_drafts, with_loaded_drafts, with_weightless_drafts
 from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers

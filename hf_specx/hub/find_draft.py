@@ -13,7 +13,7 @@ from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.common.errors import require
 from hf_specx.common.model_files import check_reference
 from hf_specx.common.wrappers import vocabulary
-from hf_specx.drafting.auto import Costs
+from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.heads.load_checked import COMMIT
 from hf_specx.engine.entry import frame_of_generate
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from hf_specx.common.drafts import HUB_ID
 from hf_specx.common.errors import is_int, require
 from hf_specx.common.model_files import FULL_COMMIT
-from hf_specx.drafting.auto import Costs
+from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.check_options import MOST_NODES, VERIFICATIONS

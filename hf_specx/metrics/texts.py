@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.bench.inputs import Inputs, emitted, encode
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
-from hf_specx.drafting.auto import Costs
+from hf_specx.drafting.costs import Costs
 from hf_specx.engine.reasons import DOES_NOT_PAY
 from hf_specx.engine.report import PLAINLY
 from hf_specx.engine.strategy import SpeculativeDecoding

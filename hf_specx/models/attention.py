@@ -148,30 +148,35 @@ def columns_of_ring(newest: torch.Tensor, ring: int) -> torch.Tensor:
     return newest - (newest - torch.arange(ring, device=newest.device)) % ring
 
 
-class VisibleNodes(NamedTuple):
-    """Which nodes of a tree the fed ones see; a row's nodes have consecutive slots, and what lies before is its text.
+class TreeAttention(NamedTuple):
+    """What the nodes of a tree attend to: their text, and those of each other that their mask has.
+
+    The nodes of a row are in consecutive slots from that of node 0 on, siblings too, though these have one position.
+    Before node 0 slots are positions; behind all nodes nothing is seen.
 
     Attributes:
-        root: [R, 1] int64, the slot of node 0.
-        depths: [R, n] int64, of all nodes.
-        sees: [R, q, n] bool, which of these each of the q fed nodes follows or is.
+        root_slots: [R, 1] int64, the slot of node 0, which is also its position.
+        node_depths: [R, n] int64, of all nodes, as in `Tree`.
+        node_mask: [R, q, n] bool, whether each of the q nodes that are fed sees each node.
     """
 
-    root: torch.Tensor
-    depths: torch.Tensor
-    sees: torch.Tensor
+    root_slots: torch.Tensor
+    node_depths: torch.Tensor
+    node_mask: torch.Tensor
 
-    def of_keys(self, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns by position [R, 1, 1, S] of keys in the columns [R or 1, S] of slots, and which are seen.
+    def node_positions(self, slots: torch.Tensor) -> torch.Tensor:
+        """The positions [R, q] of nodes in these slots [R, q]."""
+        return self.root_slots + self.node_depths.gather(1, slots - self.root_slots)
 
-        Siblings are at one position, in slots of their own; what lies behind all nodes is seen by none.
-        """
-        behind = columns - self.root  # [R, S]
-        nodes = behind.clamp(0, self.depths.shape[1] - 1)
-        positions = columns.minimum(self.root) + self.depths.gather(1, nodes)
-        follows = self.sees.gather(2, nodes[:, None].expand(-1, self.sees.shape[1], -1))
-        is_text, is_behind = (behind <= 0)[:, None], (behind >= self.depths.shape[1])[:, None]
-        return positions[:, None, None], (is_text | follows & ~is_behind)[:, None]
+    def of_slots(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The positions [R, S] of what is in slots [R or 1, S], and which of it each fed node sees, [R, q, S]."""
+        nodes = slots - self.root_slots  # [R, S]; negative in the text before node 0
+        num_nodes = self.node_depths.shape[1]
+        index = nodes.clamp(0, num_nodes - 1)
+        positions = slots.minimum(self.root_slots) + self.node_depths.gather(1, index)  # node 0 has depth 0
+        is_seen_node = self.node_mask.gather(2, index[:, None].expand(-1, self.node_mask.shape[1], -1))
+        is_text, is_node = nodes <= 0, nodes < num_nodes  # all see node 0, also fillers, which see no other
+        return positions, is_text[:, None] | (is_seen_node & is_node[:, None])
 
 
 class Masks:
@@ -207,7 +212,7 @@ class Masks:
         kv_length: int,
         gaps: torch.Tensor | None = None,
         ring: int = 0,
-        nodes: VisibleNodes | None = None,
+        tree: TreeAttention | None = None,
     ) -> Mask:
         """The mask [R, 1, q, S] of queries at `slots` [R, q] over the first S = `kv_length` slots.
 
@@ -215,26 +220,28 @@ class Masks:
             pads: [R], leading slots without a token; None if no row has any, nor gaps.
             gaps: [R, S] bool, other hidden slots.
             ring: if it is not 0 and less than S, layers with a window hold only so many slots, in a ring buffer.
-            nodes: where queries are nodes of a tree; each sees those that it follows, and windows are of positions.
+            tree: where queries are its nodes; windows are then of their positions.
         """
         keys, queries = torch.arange(kv_length, device=slots.device), slots[:, None, :, None]
         first: Any = 0 if pads is None else pads[:, None, None, None]
         is_token = None if pads is None else keys >= first
         if is_token is not None and gaps is not None:
             is_token = is_token & ~gaps[:, None, None]
-        if nodes is not None:
-            queries = (nodes.root + nodes.depths.gather(1, slots - nodes.root))[:, None, :, None]
-            keys, seen = nodes.of_keys(keys[None])
-            is_token = seen if is_token is None else is_token & seen
+        if tree is not None:
+            queries = tree.node_positions(slots)[:, None, :, None]
+            positions, seen = tree.of_slots(keys[None])
+            keys = positions[:, None, None]
+            is_token = seen[:, None] if is_token is None else is_token & seen[:, None]
         if not 0 < ring < kv_length:
             return self.between(queries, keys, is_token, first)
         columns = columns_of_ring(slots[:, -1:], ring)[:, None, None]
         is_token_in_ring = columns >= first
         if gaps is not None:
             is_token_in_ring = is_token_in_ring & ~gaps[:, None, None].gather(-1, columns.clamp(min=0))
-        if nodes is not None:
-            columns, seen = nodes.of_keys(columns[:, 0, 0])
-            is_token_in_ring = is_token_in_ring & seen
+        if tree is not None:
+            positions, seen = tree.of_slots(columns[:, 0, 0])
+            columns = positions[:, None, None]
+            is_token_in_ring = is_token_in_ring & seen[:, None]
         ring_masks: Any = self.between(queries, columns, is_token_in_ring, first)
         if not self.kinds:
             return ring_masks

@@ -22,6 +22,7 @@ from .slots import MARGIN, copy_buffers, keys_values_of
 
 FAR = 2**40  # a slot that no text reaches
 AGAIN = MARGIN // 4  # tokens of a row that are fed again, at most, where another lacks as many and layers have rings
+LEAST_OF_TREE = 8  # query length of a round with a tree, at least
 ROOM = 512  # new tokens that there are slots for at first; then the buffers grow
 LENGTHENING = ("dynamic", "longrope")  # types of RoPE whose frequencies depend on the length of the text
 
@@ -94,7 +95,8 @@ class CompiledRunner(RaggedRunner):
         super().__init__(prompt, draft_vocab_size)
         self.forwards = compiled_forwards_of(self.model, self.device)
         self.compiled_before = self.forwards.compilations
-        self.usual = 1  # query length of the last round that the end of the text did not cut short
+        # query length of the last round that the end of the text did not cut short, of chains and of trees
+        self.usual = {"chain": 1, "tree": 1}
         self.row_tensors: dict[str, torch.Tensor] = {}  # of each buffer row; made anew when there are others
 
     @property
@@ -168,11 +170,11 @@ class CompiledRunner(RaggedRunner):
         inputs: dict[str, Any] = {
             name: self._to_buffer_rows(value) for name, value in self._row_inputs(length).items()
         }
-        nodes, num_logits = self._visible_nodes(batch, count, ahead), logits_to_keep
-        if nodes is not None:
+        tree, num_logits = self._tree_attention(batch, count, ahead), logits_to_keep
+        if tree is not None:
             more = length - count
-            inputs["depths"] = self._to_buffer_rows(torch.nn.functional.pad(nodes.depths, (0, more)))
-            inputs["sees"] = self._to_buffer_rows(torch.nn.functional.pad(nodes.sees, (0, more, 0, more)))
+            inputs["node_depths"] = self._to_buffer_rows(torch.nn.functional.pad(tree.node_depths, (0, more)))
+            inputs["node_mask"] = self._to_buffer_rows(torch.nn.functional.pad(tree.node_mask, (0, more, 0, more)))
         if length > count:
             tokens, num_logits = torch.nn.functional.pad(tokens, (0, length - count)), length
         if "logits_to_keep" in self.parameters:
@@ -193,12 +195,19 @@ class CompiledRunner(RaggedRunner):
         return self.states
 
     def _length(self, batch: Batch, count: int, ahead: int) -> int:
-        """The query length for `count` tokens; a round that the end of the text cuts short has the usual one."""
+        """The query length for `count` tokens; a round that the end of the text cuts short has the usual one.
+
+        A tree has a power of two from `LEAST_OF_TREE` on, since its size may change from round to round.
+        """
         if ahead != count - 1:
             return length_bucket(count)
-        if ahead < max([batch.remaining_tokens(row) for row in batch.rows]) - 1:
-            self.usual = length_bucket(count)
-        return max(self.usual, length_bucket(count))
+        if batch.tree is None:
+            kind, depth, length = "chain", ahead, length_bucket(count)
+        else:
+            kind, depth, length = "tree", batch.tree.depth, max(LEAST_OF_TREE, row_bucket(count))
+        if depth < max([batch.remaining_tokens(row) for row in batch.rows]) - 1:
+            self.usual[kind] = length
+        return max(self.usual[kind], length)
 
     def _max_tokens_at_once(self, batch: Batch) -> int:
         """Nor is a row fed more tokens than it has: they go to consecutive slots; nor again what rings have lost."""
@@ -228,5 +237,5 @@ class CompiledRunner(RaggedRunner):
 
     def _feed_last_tokens(self, batch: Batch) -> None:
         """As many tokens as in a round, so that nothing is compiled for it."""
-        count = min(self.usual, self._max_tokens_at_once(batch), *(batch.counts[row] for row in batch.rows))
+        count = min(self.usual["chain"], self._max_tokens_at_once(batch), *(batch.counts[row] for row in batch.rows))
         self.decode_tokens(batch, count, 0, logits_to_keep=count)

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specx.common.kernels import compile_part, in_one_file, signature, without_default_device
 
-from .attention import TILED, Masks, VisibleNodes
+from .attention import TILED, Masks, TreeAttention
 from .foreign_code import global_readers, identity_of
 from .layers import RingLayer, SlotLayer, Slots
 from .packed_weights import PackedWeights, switches_modes, use_packed_weights
@@ -263,8 +263,8 @@ def forward(
     pads: torch.Tensor,
     *,
     gaps: torch.Tensor | None = None,
-    depths: torch.Tensor | None = None,
-    sees: torch.Tensor | None = None,
+    node_depths: torch.Tensor | None = None,
+    node_mask: torch.Tensor | None = None,
     capacity: int,
     ring: int,
     keep: int,
@@ -275,12 +275,13 @@ def forward(
     Gives logits [R, keep, V], and hidden states [R, keep, H] where it runs in the context of `hidden`. Tokens [R, q]
     go to consecutive slots from `starts` [R] on. The first `pads` [R] slots, and `gaps` [R, C], have no token.
     `offsets` [..., R, 1] are positions minus slots, and `last` the last slots whose positions exist: later ones get
-    the same. Tokens of a tree have `depths` [R, q] and `sees` [R, q, q] of `VisibleNodes`.
+    the same. Nodes of a tree have `node_depths` [R, q] and
+    `node_mask` [R, q, q], as in `TreeAttention`.
     """
     slots = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-    columns, nodes = slots, None  # by position
-    if depths is not None and sees is not None:
-        columns, nodes = starts[:, None] + depths, VisibleNodes(starts[:, None], depths, sees)
+    columns, tree = slots, None  # by position
+    if node_depths is not None and node_mask is not None:
+        columns, tree = starts[:, None] + node_depths, TreeAttention(starts[:, None], node_depths, node_mask)
     cache_slots = Slots(ring=ring)
     cache_slots.set_write_slots(slots, 0, capacity)
     layers: list[Any] = [(RingLayer if x.shape[2] < capacity else SlotLayer)(cache_slots, x, y) for x, y in buffers]
@@ -288,7 +289,7 @@ def forward(
         states.clear()  # so that torch knows it as an argument before it meets the hooks, which come and go
     logits = model(
         input_ids=tokens,
-        attention_mask=masks(slots, pads, capacity, gaps, ring, nodes),
+        attention_mask=masks(slots, pads, capacity, gaps, ring, tree),
         position_ids=offsets + torch.minimum(columns, last),
         **{CACHE: Cache(layers=layers)},
         use_cache=True,

@@ -15,7 +15,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Round
 
-from .attention import SLIDING, Mask, Masks, VisibleNodes, grouped_queries
+from .attention import SLIDING, Mask, Masks, TreeAttention, grouped_queries
 from .layers import RingLayer, SlotLayer
 from .prompts import UNLIMITED, PreparedInputs, prepare
 from .runner import ModelRunner, SharedKeys
@@ -172,25 +172,25 @@ class RaggedRunner(ModelRunner):
             self._enlarge_rings(ring, slots[:, :1] - 1)
         self.cache.slots.set_write_slots(None if is_aligned else slots, kv_length - count, kv_length)
         inputs = self._row_inputs(count) if self.per_row_inputs else {}
-        nodes = self._visible_nodes(batch, count, ahead)
-        if nodes is not None:  # their positions follow from their depths
-            depths = nodes.depths[:, 1 + ahead - count :].to(emitted_index.device)
+        tree = self._tree_attention(batch, count, ahead)
+        if tree is not None:  # positions follow from depths
+            depths = tree.node_depths[:, 1 + ahead - count :].to(emitted_index.device)
             emitted_index = batch.columns(-1, 1) - batch.width + depths
         positions = self._positions(batch, emitted_index)
         if positions is not None and "position_ids" in self.parameters:
             inputs["position_ids"] = positions.to(self.device)
-        mask = self._mask(batch, slots, kv_length, is_aligned, nodes)
+        mask = self._mask(batch, slots, kv_length, is_aligned, tree)
         with contextlib.nullcontext() if mask is None else grouped_queries():
             return self._logits(tokens.to(self.device), logits_to_keep, attention_mask=mask, **inputs)
 
-    def _visible_nodes(self, batch: Batch, count: int, ahead: int) -> VisibleNodes | None:
-        """What the last `count` of a tree's nodes see, where `ahead` candidates are fed with them; None in a chain."""
+    def _tree_attention(self, batch: Batch, count: int, ahead: int) -> TreeAttention | None:
+        """That of the last `count` nodes of a tree, where the first `ahead` candidates are fed; None in a chain."""
         if batch.tree is None or not ahead:
             return None
-        root = (batch.ends - 1 + self.width - batch.width)[:, None].to(self.device)
-        depths = batch.tree.depths[:, : 1 + ahead]
-        sees = batch.tree.sees[:, 1 + ahead - count : 1 + ahead, : 1 + ahead]
-        return VisibleNodes(root, depths.to(self.device), sees.to(self.device))
+        root_slots = (batch.ends - 1 + self.width - batch.width)[:, None].to(self.device)
+        node_depths = batch.tree.node_depths[:, : 1 + ahead]
+        node_mask = batch.tree.node_mask[:, 1 + ahead - count : 1 + ahead, : 1 + ahead]
+        return TreeAttention(root_slots, node_depths.to(self.device), node_mask.to(self.device))
 
     def shared_keys(self, batch: Batch, layers: dict[str, int]) -> SharedKeys:
         emitted_index, max_count = self._newest_computed(batch), max([batch.counts[row] for row in batch.rows])
@@ -217,7 +217,7 @@ class RaggedRunner(ModelRunner):
         slots: torch.Tensor,
         kv_length: int,
         is_aligned: bool,
-        nodes: VisibleNodes | None = None,
+        tree: TreeAttention | None = None,
     ) -> Mask | None:
         """The mask of queries at slots [R, q]; None if each row has one query that sees all `kv_length` slots.
 
@@ -228,9 +228,9 @@ class RaggedRunner(ModelRunner):
             gaps = nn.functional.pad(self.gaps[batch.index], (0, kv_length - self.width)).to(self.device)
         if gaps is not None or max([self.pad_counts[row] for row in batch.rows]):
             pads = self.pads[batch.index].to(self.device)
-        elif is_aligned and slots.shape[1] == 1 and self.masks.only_causal and nodes is None:
+        elif is_aligned and slots.shape[1] == 1 and self.masks.only_causal and tree is None:
             return None
-        return self.masks(slots, pads, kv_length, gaps, self.cache.slots.ring, nodes)
+        return self.masks(slots, pads, kv_length, gaps, self.cache.slots.ring, tree)
 
     def _row_inputs(self, count: int) -> dict[str, Any]:
         """The per-row inputs of the forward beside tokens, mask and positions, as `generate` gives them."""
@@ -241,9 +241,11 @@ class RaggedRunner(ModelRunner):
     def observe(self, done: Round) -> None:
         """Move what was accepted on branches to the slots of a chain, and then do as in other layouts."""
         moved = []
-        for index, (path, before) in enumerate(zip(done.paths, done.emitted_before, strict=False)):
-            end = self.width + before
-            moved += [(index, end + number, end + place) for place, number in enumerate(path) if place != number]
+        for index, (candidates, before) in enumerate(zip(done.accepted_candidates, done.emitted_before, strict=False)):
+            end = self.width + before  # the slot of candidate 0
+            for position, candidate in enumerate(candidates):
+                if position != candidate:
+                    moved.append((index, end + candidate, end + position))
         if moved and (self.prompt.returns_cache or not done.finished):
             self.cache.move(*to_device_async(moved, self.device).unbind(1))
         super().observe(done)

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import ModelOutput
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.errors import check_names, kind, require, similar
 from hf_specx.common.wrappers import shallow, unwrapped
-from hf_specx.drafting.auto import Costs
+from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.drafter import check_number
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.drafting.heads.mtp import MtpDraft

@@ -49,13 +49,13 @@ class Prefixes:
         if self.batch.tree is None:
             return self.ahead, self.ahead + self.positions - 1
         nodes = slice(self.ahead, self.ahead + self.positions)
-        depths = [depth for row in self.batch.tree.rows for depth in row.depths[nodes]]
+        depths = [depth for row in self.batch.tree.rows for depth in row.node_depths[nodes]]
         return min(depths, default=1), max(depths, default=1)  # fillers stand at the beginning of a tree
 
     @cached_property
     def lengths(self) -> torch.Tensor:
         """The columns of each prefix, [R, P] int64."""
-        return self._columns(self.ahead, self.positions) if self.nodes is None else self._end + self.nodes.depths
+        return self._columns(self.ahead, self.positions) if self.nodes is None else self._end + self.nodes.node_depths
 
     @cached_property
     def nodes(self) -> "PrefixNodes | None":
@@ -64,7 +64,7 @@ class Prefixes:
         if tree is None:
             return None
         numbers = slice(self.ahead, self.ahead + self.positions)
-        return PrefixNodes(tree.depths[:, numbers], tree.paths[:, numbers])
+        return PrefixNodes(tree.node_depths[:, numbers], tree.node_paths[:, numbers])
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
         """[R, count], the columns from `first` after the end of each row on."""
@@ -79,7 +79,7 @@ class Prefixes:
         """The last `count` tokens of each prefix, also pads: [R, P, count]; arbitrary where it has fewer columns."""
         self.batch.reserve(self.ahead + self.positions)
         if self.nodes is not None:
-            behind = self.nodes.depths[..., None] + torch.arange(-count, 0, device=self.nodes.depths.device)
+            behind = self.nodes.node_depths[..., None] + torch.arange(-count, 0, device=self.nodes.node_depths.device)
             columns = self._columns(0, 1)[..., None] + self.nodes.behind_end(behind)
             return self.batch.ids[self.row_numbers[:, None, None], columns.clamp_(min=0)]
         columns = self._columns(self.ahead - count, count + self.positions - 1)
@@ -110,18 +110,18 @@ class Prefixes:
 
 
 class PrefixNodes(NamedTuple):
-    """What stands before P nodes of a tree: `depths` [R, P] and `paths` [R, P, D + 1] as in `Tree`."""
+    """What stands before P nodes of a tree: `node_depths` [R, P] and `node_paths` [R, P, D + 1], as in `Tree`."""
 
-    depths: torch.Tensor
-    paths: torch.Tensor
+    node_depths: torch.Tensor
+    node_paths: torch.Tensor
 
     def behind_end(self, columns: torch.Tensor) -> torch.Tensor:
         """Where the tokens of prefixes stand, as columns behind the end of the text, [R, P, n].
 
         `columns` [R, P, n] are those in which they would stand if the candidates before each node were a chain.
         """
-        depths = (1 + columns).clamp(0, self.paths.shape[2] - 1)
-        return torch.where(columns < 0, columns, self.paths.gather(2, depths) - 1)
+        depths = (1 + columns).clamp(0, self.node_paths.shape[2] - 1)
+        return torch.where(columns < 0, columns, self.node_paths.gather(2, depths) - 1)
 
 
 def repetition(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:

@@ -84,7 +84,7 @@ class GreedyVerifier(Verifier):
 
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         choices = scores.argmax(-1)
-        tokens, first = draft.first_choices().tokens, None if batch.tree is None else batch.tree.first
+        tokens, first = draft.first_choices().tokens, None if batch.tree is None else batch.tree.first_choice_nodes
         overlap = (tokens == at_nodes(choices, first)[:, : tokens.shape[1]]).float()
         return match_choices(batch, draft, choices, overlap, torch.zeros_like(choices, dtype=torch.bool))
 
@@ -163,7 +163,7 @@ class CoupledVerifier(Verifier):
         if batch.tree is not None:
             positions = probs.new_empty(()).expand(len(probs), 1 + batch.tree.depth, probs.shape[-1])
             noise = self._noise_at(batch, positions, 0)
-            return at_nodes(noise, batch.tree.depths[:, ahead : ahead + probs.shape[1]])
+            return at_nodes(noise, batch.tree.node_depths[:, ahead : ahead + probs.shape[1]])
         return self._noise_at(batch, probs, ahead)
 
     def _noise_at(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
@@ -194,7 +194,7 @@ class CoupledVerifier(Verifier):
         choices = race(probs, self.noise(batch, probs, 0))
         if not draft.tokens.shape[1]:
             return without_candidates(choices[:, 0], undefined)
-        first = None if batch.tree is None else batch.tree.first
+        first = None if batch.tree is None else batch.tree.first_choice_nodes
         return match_choices(batch, draft, choices, overlaps(at_nodes(probs, first), draft), undefined)
 
     def finish(self, columns: int) -> None:
@@ -232,7 +232,7 @@ def match_choices(
         verdict = verify_match(draft.tokens, choices, draft.is_candidate)
     else:
         verdict = verify_tree(draft.tokens, choices, batch.tree, draft.is_candidate)
-    return verdict._replace(overlap=overlap, undefined=at_nodes(undefined, verdict.path))
+    return verdict._replace(overlap=overlap, undefined=at_nodes(undefined, verdict.path_nodes))
 
 
 def without_candidates(tokens: torch.Tensor, undefined: torch.Tensor) -> Verdict:

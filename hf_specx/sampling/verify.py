@@ -10,8 +10,11 @@ Glossary (one meaning each, everywhere in this package):
     round: draft, one target forward, verify; without candidates a plain step.
     step: one forward for one more token of each row, of the draft (a draft step) or of the target (a plain step).
     tree: candidates of which several may follow the same token; each but the first ones has a parent among them.
-    node: one place in a tree or chain: node 0 is the last emitted token, node i + 1 candidate i.
-    rank: of a candidate among its siblings; the draft's first choice has rank 0.
+    node: what a token can follow: node 0 is the last emitted token, node i + 1 candidate i. Where nodes are counted,
+        as in `tree=16`, node 0 is left out.
+    comb: the chain of first choices with next best ones beside it, which nothing follows.
+    rank: of a candidate among its siblings, best first; the draft's first choice has rank 0.
+    chain of first choices: the candidates of rank 0 from the last emitted token on; of a chain these are all.
     judged candidate: one whose predecessors in its round were all accepted; nothing is judged behind a rejection.
     accepted token: a candidate that verification kept.
     recovered token: drawn from the residual, after a rejection.
@@ -152,16 +155,21 @@ def verify_tree(
     As in `verify_match`, which does the same in a chain, every emitted token is the target's own choice, so this is
     exact for any tree. `choices` [R, K + 1] are those after each node, under coupled verification by the noise of the
     node's position.
+
+    A node is reached if all on the way to it are the target's choices. Siblings have different tokens, so the reached
+    nodes are one path, and the deepest of them is where the walk ends.
     """
-    is_choice = candidates == choices.gather(1, tree.parents)
+    is_choice = candidates == choices.gather(1, tree.parent_nodes)  # [R, K], of the node before
     if proposed is not None:
         is_choice &= proposed
-    is_choice = torch.nn.functional.pad(is_choice, (1, 0), value=True)  # [R, K + 1], with the last emitted token
-    is_reached = ~(tree.sees & ~is_choice[:, None]).any(-1)  # where all on the way are choices
-    last = (is_reached * (1 + tree.depths)).argmax(-1, keepdim=True)
-    path = at_nodes(tree.paths, last)[:, 0]
-    acceptance = at_nodes(is_reached, tree.first)[:, 1:].long()
-    return Verdict(tree.depths.gather(1, last)[:, 0], choices.gather(1, last)[:, 0], acceptance, path=path)
+    is_choice = torch.nn.functional.pad(is_choice, (1, 0), value=True)  # [R, K + 1]; node 0 is always reached
+    is_reached = (is_choice[:, None] | ~tree.node_mask).all(-1)
+    last_node = (is_reached * (1 + tree.node_depths)).argmax(-1, keepdim=True)  # [R, 1]
+    path_nodes = at_nodes(tree.node_paths, last_node)[:, 0]
+    accepted = tree.node_depths.gather(1, last_node)[:, 0]
+    next_token = choices.gather(1, last_node)[:, 0]
+    acceptance = is_reached.gather(1, tree.first_choice_nodes)[:, 1:].long()
+    return Verdict(accepted, next_token, acceptance, path_nodes=path_nodes)
 
 
 def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:

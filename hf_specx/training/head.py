@@ -93,7 +93,7 @@ class HeadDraft(Learner):
         self.trained = self.module(copy.deepcopy(head).float().requires_grad_())
         self.drafting = self.trained.draft_head
         if head.config.confidence_head:
-            self.drafting.body.confidence_head.requires_grad_(False)  # of which no loss says anything
+            self.drafting.network.confidence_head.requires_grad_(False)  # of which no loss says anything
 
     def module(self, draft: Any) -> Any:
         return HeadOnTexts(draft, self.target, self.recipe.num_draft_tokens)
@@ -146,7 +146,7 @@ class HeadOnTexts(nn.Module):
         super().__init__()
         self.draft_head = draft_head
         self.drafter = draft_head.bind(target)
-        most = draft_head.body.max_candidates
+        most = draft_head.network.max_candidates
         self.num_steps = num_steps if most is None else min(num_steps, most)
 
     def forward(self, *texts: torch.Tensor, learning: bool = False) -> list[torch.Tensor]:
@@ -156,18 +156,18 @@ class HeadOnTexts(nn.Module):
         that this selects by, for no others reach a token that is not selected; and besides, the selected tokens [M, K]
         and their logits.
         """
-        body = self.draft_head.body
+        network = self.draft_head.network
         outputs: list[tuple[torch.Tensor, ...]] = []
         carried = None
         for step, previous, numbers, normed in unrolled_drafts(self, *texts):
             carried = None if step == 0 or carried is None else carried[: len(numbers)]
             logits = self.drafter.compute_logits(normed)
             selected: tuple[torch.Tensor, ...] = ()
-            if learning and body.config.selector_top_k:
-                logits = body.selecting_logits(logits)
-                selected = body.candidate_selector.select(logits, normed, previous)
+            if learning and network.config.selector_top_k:
+                logits = network.selecting_logits(logits)
+                selected = network.candidate_selector.select(logits, normed, previous)
             else:
-                logits, carried, _ = body.adjust_logits(logits, normed, previous[:, None], carried, False)
+                logits, carried, _ = network.adjust_logits(logits, normed, previous[:, None], carried, False)
             outputs.append((logits, numbers, torch.full_like(numbers, step), *selected))
         logits, numbers, steps, *of_selector = map(torch.cat, zip(*outputs, strict=True))
         return [logits.float(), numbers, steps, *of_selector]

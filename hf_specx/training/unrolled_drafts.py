@@ -32,16 +32,16 @@ def unrolled_drafts(
         numbers: [B, m], of what follows each token; -1 where nothing is to be predicted.
         begins: [B, m] bool, behind which tokens drafts begin.
     """
-    body: Any = model.draft_head.body
+    network: Any = model.draft_head.network
     num_steps, nowhere = model.num_steps, tokens.shape[1]
     positions = torch.arange(nowhere, device=tokens.device).expand(tokens.shape)
-    cache = UnrolledCache(body.config, positions)
+    cache = UnrolledCache(network.config, positions)
     numbers = nn.functional.pad(numbers, (0, num_steps), value=-1)
     tokens = nn.functional.pad(tokens, (0, num_steps))
     # rows in which fewer drafts begin than in others, or none, have some at `nowhere`, which propose nothing
     anchors = nn.utils.rnn.pad_sequence([row.nonzero()[:, 0] for row in begins], True, nowhere)
     groups = nn.functional.pad(anchors, (0, not anchors.shape[1]), value=nowhere).split(DRAFTS_AT_ONCE, 1)
-    drafts = UNROLL_BY_KIND[body.config.kind](model, cache, tokens, states, groups)
+    drafts = UNROLL_BY_KIND[network.config.kind](model, cache, tokens, states, groups)
     for group, normed in zip(groups, drafts, strict=True):
         columns = (group[..., None] + torch.arange(num_steps, device=group.device)).flatten(1)
         previous = tokens.gather(1, columns).view(-1, num_steps)
@@ -57,11 +57,11 @@ def unroll_steps(model: Any, cache: Any, tokens: Tensor, states: Tensor, groups:
 
     The arguments are those of `unrolled_drafts`, with K more tokens.
     """
-    body, embedded = model.draft_head.body, model.drafter.embed(tokens)
+    network, embedded = model.draft_head.network, model.drafter.embed(tokens)
     positions = cache.entries[0][0]
     normed_of_text, carried_of_text = (
         nn.functional.pad(values, (0, 0, 0, 1))
-        for values in body.first_step(cache, embedded[:, : states.shape[1]], states, positions, model.num_steps)
+        for values in network.first_step(cache, embedded[:, : states.shape[1]], states, positions, model.num_steps)
     )
     for anchors in groups:
         cache.drop_drafts()
@@ -69,7 +69,7 @@ def unroll_steps(model: Any, cache: Any, tokens: Tensor, states: Tensor, groups:
         by_step = [normed]
         for step in range(1, model.num_steps):
             cache.add_entries(anchors + step, anchors)
-            normed, carried = body.next_step(cache, gathered_columns(embedded, anchors + step), carried)
+            normed, carried = network.next_step(cache, gathered_columns(embedded, anchors + step), carried)
             by_step.append(normed)
         yield torch.stack(by_step, 2).flatten(0, 1)
 
@@ -78,9 +78,9 @@ def unroll_blocks(
     model: Any, cache: Any, tokens: Tensor, states: Tensor, groups: Sequence[Tensor]
 ) -> Iterator[Tensor]:
     """The normed states [B * a, K, H] of drafts whose candidates are made in one forward, for each group [B, a]."""
-    body: Any = model.draft_head.body
-    size = body.block_size
-    body.append_context(cache, None, states)
+    network: Any = model.draft_head.network
+    size = network.block_size
+    network.append_context(cache, None, states)
     for anchors in groups:
         offsets = torch.arange(size, device=anchors.device)
         cache.drop_drafts()
@@ -89,7 +89,7 @@ def unroll_blocks(
         last_tokens = tokens.gather(1, anchors).view(-1, 1)
         no_states = states.new_zeros(len(last_tokens), 0, states.shape[2])  # those of the text are read
         embedded = model.drafter.embed(last_tokens, size - 1)
-        yield body.first_step(cache, embedded, no_states, None, model.num_steps)[0]
+        yield network.first_step(cache, embedded, no_states, None, model.num_steps)[0]
 
 
 def gathered_columns(values: Tensor, columns: Tensor) -> Tensor:

@@ -110,10 +110,10 @@ def test_the_branch_that_was_taken_is_shown(models, mode):
     for each, record in zip(values["rounds"][:-1], strategy.report.history[0], strict=False):
         accepted = [candidate for candidate in each["candidates"] if candidate["accepted"]]
         if record.nodes > record.drafted:
-            assert tuple(candidate["rank"] for candidate in accepted) == record.branch
+            assert tuple(candidate["rank"] for candidate in accepted) == record.ranks
         assert [candidate["token"] for candidate in accepted] == [token["token"] for token in each["tokens"][:-1]]
         assert each["tokens"][-1]["origin"] == ("bonus" if record.is_bonus else "recovered")
-        ranks |= set(record.branch)
+        ranks |= set(record.ranks)
         origins |= {token["origin"] for token in each["tokens"]}
     assert max(ranks) > 0
     assert {"accepted", "bonus"} <= origins

@@ -7,12 +7,12 @@ import torch
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
-from hf_specx.drafting.auto import MAX_DRAFT_TOKENS
-from hf_specx.drafting.schedule import Schedule
+from hf_specx.drafting.costs import MAX_DRAFT_TOKENS
+from hf_specx.drafting.schedule import DraftLengthSchedule
 from hf_specx.models.runner import ModelRunner
 
 
-class Forced(Schedule):
+class Forced(DraftLengthSchedule):
     """Given numbers in turns; each row is `between` rounds ahead of the row before."""
 
     def __init__(self, numbers: Sequence[int], between: int = 0):

@@ -18,7 +18,7 @@ from tiny import Forwards, near, prompts, tiny
 from hf_specx import Costs, SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
-from hf_specx.drafting.schedule import Schedule
+from hf_specx.drafting.schedule import DraftLengthSchedule
 
 
 KNOWN = {"target": {1: 1.0, 9: 1.6}, "draft": 0.1}
@@ -105,7 +105,7 @@ def test_costs_and_seed_decide_what_is_drawn_and_the_clock_of_the_call_does_not(
     assert len(set(numbers[0])) > 1
 
 
-class ByThePast(Schedule):
+class ByThePast(DraftLengthSchedule):
     """Goes by what was kept, as "auto" does: three after a round that kept all, then none, then one."""
 
     is_idle = staticmethod(lambda: False)
@@ -137,7 +137,7 @@ class EachByItsPast(ByThePast):
 def test_rounds_by_the_past_keep_the_law(monkeypatch: pytest.MonkeyPatch, verification: str, numbers: Callable):
     """The joint distribution of the first tokens, where later rounds are as long as earlier ones were good."""
     draws = ENOUGH if numbers is EachByItsPast else {"batches": 200, "rows": 64}
-    monkeypatch.setattr("hf_specx.engine.run.Auto", numbers)
+    monkeypatch.setattr("hf_specx.engine.run.AutoDraftLength", numbers)
     monkeypatch.setattr(Costs, "measure", lambda costs, batch, *_: costs.table.update({batch: KNOWN}))
     tokens = draw(verification, **draws, num_draft_tokens="auto")
     assert min(p_values(tokens, exact_distribution([]))) > 1e-6 / 8

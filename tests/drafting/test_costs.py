@@ -15,18 +15,19 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft
-from hf_specx.drafting.auto import (
+from hf_specx.drafting.auto import RoundTimer
+from hf_specx.drafting.candidates import SampledCandidateGenerator
+from hf_specx.drafting.costs import (
     ALPHA_MEMORY,
     MAX_DRAFT_TOKENS,
     MIN_SAMPLES,
     PRIOR_ALPHA,
     PRIOR_WEIGHT,
+    ROUNDS_PER_TIMING,
     Costs,
-    RoundTimer,
     expected_tokens,
 )
-from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.forward_times import GRID, QUERY_LENGTHS, ROUNDS_PER_TIMING, ForwardSize, size_of
+from hf_specx.drafting.forward_times import GRID, QUERY_LENGTHS, ForwardSize, size_of
 
 
 SAMPLED = {"do_sample": True, "max_new_tokens": 24}

@@ -2,7 +2,8 @@
 
 import pytest
 
-from hf_specx.drafting.auto import PRIOR_ALPHA, AcceptanceEstimate, best_num_candidates, expected_tokens
+from hf_specx.drafting.auto import AcceptanceEstimate, most_tokens_per_second
+from hf_specx.drafting.costs import PRIOR_ALPHA, expected_tokens
 
 
 # Leviathan et al. 2022, Table 1, c = 0: α, γ, speed
@@ -19,18 +20,18 @@ def test_table_of_leviathan_and_extreme_acceptance():
 
 def estimated(*rounds: list[list[float]], together: bool = False) -> list[float]:
     """S_i after many turns of these rounds."""
-    acceptance = AcceptanceEstimate(PRIOR_ALPHA, together)
+    estimate = AcceptanceEstimate(PRIOR_ALPHA, together)
     for _ in range(400):
         for of_rows in rounds:
-            acceptance.update(of_rows)
-    return acceptance.chances(5)
+            estimate.update(of_rows)
+    return estimate.acceptance(5)
 
 
 def test_a_first_round_is_weighed_against_what_is_assumed():
     """(5 + 1) / (10 + 1) in all, and 4 of these at a depth; what is assumed is forgotten a little."""
-    acceptance = AcceptanceEstimate(0.5)
-    acceptance.update([[1.0]])
-    assert acceptance.chances(2) == pytest.approx([0.637, 0.637 * 0.546], rel=0.01)
+    estimate = AcceptanceEstimate(0.5)
+    estimate.update([[1.0]])
+    assert estimate.acceptance(2) == pytest.approx([0.637, 0.637 * 0.546], rel=0.01)
 
 
 def test_acceptance_is_the_mean_over_rows_and_rounds_at_each_depth():
@@ -53,9 +54,9 @@ def test_rows_that_advance_together_keep_what_all_keep():
 def test_the_best_number_is_that_with_the_most_tokens_a_second():
     """A step between: 4 to 8 candidates cost little more than 3; none is as good as any if nothing is kept."""
     stairs = [1.0, 1.3, 1.6, 2.4, 2.5, 2.6, 2.7, 2.8, 2.9]
-    assert best_num_candidates([0.9**i for i in range(1, 9)], stairs)[0] == 8
+    assert most_tokens_per_second([0.9**i for i in range(1, 9)], stairs)[0] == 8
     line = [1 + 0.2 * number for number in range(9)]
-    number, gain = best_num_candidates([0.7**i for i in range(1, 9)], line)
+    number, gain = most_tokens_per_second([0.7**i for i in range(1, 9)], line)
     assert (number, gain) == (3, pytest.approx(expected_tokens(0.7, 3) / (3 * 0.2 + 1)))
-    assert best_num_candidates([0.0] * 8, line) == (0, 1.0)
-    assert best_num_candidates([0.0] * 8, line, range(1, 9)) == (1, pytest.approx(1 / 1.2))
+    assert most_tokens_per_second([0.0] * 8, line) == (0, 1.0)
+    assert most_tokens_per_second([0.0] * 8, line, range(1, 9)) == (1, pytest.approx(1 / 1.2))

@@ -10,8 +10,9 @@ from rounds import made_round
 from transformers import GenerationConfig
 
 from hf_specx.common.batch import Batch
-from hf_specx.drafting.auto import Costs, RoundTimer
-from hf_specx.drafting.schedule import UNSET, Schedule, choose_draft_settings
+from hf_specx.drafting.auto import RoundTimer
+from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.schedule import UNSET, DraftLengthSchedule, choose_draft_settings
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rewindable import TokenMasks
 
@@ -41,7 +42,7 @@ def test_each_argument_comes_from_the_first_place_that_sets_it(asked: tuple, cho
 def test_rounds_that_are_not_typical_do_not_count():
     """Those with forced candidates, whose forwards are longer than the steps tell, and those that catch up."""
     round_timer = RoundTimer(Costs(clock=iter(range(99)).__next__))
-    schedule = Schedule(5, round_timer=round_timer)
+    schedule = DraftLengthSchedule(5, round_timer=round_timer)
     kinds = {"plain": ([0], None), "forced": ([4], [[True] * 4]), "some": ([4], [[True, True, False, True]])}
     kinds["drafted"] = ([4], [[False] * 4])
     for kind in ("plain", "plain", "drafted", "drafted", "forced", "some", "drafted", "drafted"):
@@ -56,4 +57,4 @@ def test_no_row_drafts_more_than_can_be_taken_back():
     processors = Processors([TokenMasks(Automaton(9, 3, max_rollback=2), 9)])
     batch = Batch(torch.ones(1, 3, dtype=torch.int64), None, 0)
     batch.emit(torch.ones(1, 1, dtype=torch.int64), [1])
-    assert Schedule(5, processors=processors)(batch) == [2]
+    assert DraftLengthSchedule(5, processors=processors)(batch) == [2]

@@ -8,7 +8,8 @@ from all_pairs import once
 from rounds import made_round
 
 from hf_specx.common.batch import Batch, RowState
-from hf_specx.drafting.auto import COMPILED_NUMBERS, PRIOR_ALPHA, Auto, Costs, RoundTimer, expected_tokens
+from hf_specx.drafting.auto import COMPILED_NUMBERS, AutoDraftLength, RoundTimer
+from hf_specx.drafting.costs import PRIOR_ALPHA, Costs, expected_tokens
 
 
 class Line(RoundTimer):
@@ -47,7 +48,7 @@ class Call:
 
     def run(self, tokens: int, fixed: int | None = None) -> float:
         """Seconds until each row has so many tokens; `drafted` has the number of each round."""
-        auto = Auto(self.round_timer, "greedy", prompted(len(self.alphas), tokens + 1), self.compiled)
+        auto = AutoDraftLength(self.round_timer, "greedy", prompted(len(self.alphas), tokens + 1), self.compiled)
         left, seconds, self.drafted, unread = [tokens] * len(self.alphas), 0.0, [], 10
         while max(left) > 0:
             rows = [row for row, open_tokens in enumerate(left) if open_tokens > 0]
@@ -169,7 +170,7 @@ def test_few_numbers_are_drafted_where_each_is_compiled():
 def test_plain_steps_are_timed_before_a_draft_is_preferred_to_them():
     round_timer = Line(1.0, 0.2, Costs(alpha={"greedy": 0.95}))
     round_timer.timed = False
-    auto = Auto(round_timer, "greedy", prompted(1, 100))
+    auto = AutoDraftLength(round_timer, "greedy", prompted(1, 100))
     assert auto.num_draft_tokens == 0
     round_timer.timed = True
     auto.observe(made_round([0], [0]))
@@ -182,7 +183,7 @@ def test_a_draft_that_was_slow_by_chance_is_timed_again():
     costs = Costs({1: {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}}, {"greedy": 0.9}, {1: {0: 1.0, 5: 9.0}})
     costs.clock, costs.trial_budget = lambda: now[0], 100.0
     for _ in range(8):
-        auto = Auto(RoundTimer(costs, online=True), "greedy", prompted(1, 60))
+        auto = AutoDraftLength(RoundTimer(costs, online=True), "greedy", prompted(1, 60))
         for _ in range(20):
             now[0] += costs.forwards(1, auto.num_draft_tokens)
             auto.observe(made_round([auto.num_draft_tokens], [auto.num_draft_tokens]))

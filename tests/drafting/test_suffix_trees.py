@@ -64,7 +64,7 @@ def test_the_text_of_plain(rows: int, settings: dict, number: str):
     target, inputs = repetitive(), few_tokens(rows)
     settings = settings | {"max_new_tokens": 60, "pad_token_id": 0}
     strategy = SpeculativeDecoding(SuffixDraft(min_match=1), num_draft_tokens=8, tree=16)
-    branches, nodes = Heard(lambda done: done.branches), Heard(lambda done: done.nodes)
+    branches, nodes = Heard(lambda done: done.accepted_ranks), Heard(lambda done: done.num_candidates)
     strategy.listeners = (*strategy.listeners, branches, nodes)
     done = assert_plain(target, strategy, inputs, **settings)
     assert done.forwards < done.plain

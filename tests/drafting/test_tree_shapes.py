@@ -12,7 +12,7 @@ from hf_specx import Costs, SpeculativeDecoding
 from hf_specx.common.round import Draft
 from hf_specx.common.tree import Tree
 from hf_specx.drafting.auto import RoundTimer
-from hf_specx.drafting.trees import PRIOR, Ranks, Trees
+from hf_specx.drafting.trees import PRIOR, RankEstimate, TreeShapes
 
 
 def costs(step: float, slope: float) -> Costs:
@@ -20,9 +20,9 @@ def costs(step: float, slope: float) -> Costs:
     return Costs({1: {"target": {1: 1.0, 9: 1.0 + 8 * slope}, "draft": step}}, clock=lambda: 0.0)
 
 
-def nodes(step: float, slope: float, depth: int = 4, kind: str = "comb", ranks: Ranks | None = None) -> int:
-    trees = Trees("auto", RoundTimer(costs(step, slope), online=True), ranks)
-    assert trees.plan(1, [depth], kind) == [depth]
+def nodes(step: float, slope: float, depth: int = 4, kind: str = "comb", ranks: RankEstimate | None = None) -> int:
+    trees = TreeShapes("auto", RoundTimer(costs(step, slope), online=True), ranks)
+    assert trees.begin_round([depth], kind) == [depth]
     return trees.num_nodes
 
 
@@ -37,7 +37,7 @@ def test_a_tree_is_as_large_as_forwards_are_cheap():
 
 def best_by_hand(slope: float) -> float:
     """Tokens a second of the best comb of depth 4, by trying all numbers of leaves."""
-    chances = Ranks().chances
+    chances = RankEstimate().chances
     leaves = sorted((chances[0] ** depth * chance for depth in range(4) for chance in chances[1:]), reverse=True)
     chain = 1 + sum(chances[0] ** (place + 1) for place in range(4))
     return max((chain + sum(leaves[:n])) / (1 + slope * (4 + n) + 0.4) for n in range(1, 60))
@@ -45,7 +45,7 @@ def best_by_hand(slope: float) -> float:
 
 @pytest.mark.parametrize("slope", [0.01, 0.02, 0.03])
 def test_the_number_is_the_one_with_the_most_tokens_a_second(slope: float):
-    chances, number = Ranks().chances, nodes(0.1, slope)
+    chances, number = RankEstimate().chances, nodes(0.1, slope)
     leaves = sorted((chances[0] ** depth * chance for depth in range(4) for chance in chances[1:]), reverse=True)
     chain = 1 + sum(chances[0] ** (place + 1) for place in range(4))
     rate = (chain + sum(leaves[: number - 4])) / (1 + slope * number + 0.4)
@@ -55,8 +55,8 @@ def test_the_number_is_the_one_with_the_most_tokens_a_second(slope: float):
 def test_a_tree_may_be_less_deep_where_nobody_has_said_how_deep():
     """Where steps of the draft cost much, leaves are worth more than the last of these."""
     for chooses, depth in ((False, 8), (True, 5)):
-        trees = Trees("auto", RoundTimer(costs(0.3, 0.01), online=True), chooses_depth=chooses)
-        lengths = trees.plan(2, [8, 3])
+        trees = TreeShapes("auto", RoundTimer(costs(0.3, 0.01), online=True), chooses_depth=chooses)
+        lengths = trees.begin_round([8, 3])
         assert lengths[0] <= depth
         assert lengths == [lengths[0], min(3, lengths[0])]
         assert trees.num_nodes > lengths[0]
@@ -73,12 +73,12 @@ def round_of(branches: list[list[int]], width: int) -> Any:
         draft = Draft(torch.zeros(len(branches), 2), [2] * len(branches))
 
     done: Any = Done()
-    done.tree, done.paths, done.branches = tree, paths, branches
+    done.tree, done.accepted_candidates, done.accepted_ranks = tree, paths, branches
     return done
 
 
 def test_ranks_are_learned():
-    ranks = Ranks()
+    ranks = RankEstimate()
     assert ranks.chances[:4] == pytest.approx(PRIOR)
     for _ in range(300):
         ranks.observe(round_of([[0, 1], [1], []], width=3))
@@ -90,16 +90,16 @@ def test_ranks_are_learned():
 
 
 def test_a_row_has_no_more_nodes_than_were_asked_for():
-    assert Trees(3).plan(2, [5, 2]) == [3, 2]
+    assert TreeShapes(3).begin_round([5, 2]) == [3, 2]
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_auto_gives_the_text_of_plain(do_sample: bool, draft_pays: None):
-    """Trees where forwards of more tokens cost nothing, and chains where they cost much."""
+    """TreeShapes where forwards of more tokens cost nothing, and chains where they cost much."""
     target, settings = tiny(), {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 40, "pad_token_id": 0}
     for slope, branches in ((0.001, True), (3.0, False)):
         strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=4, tree="auto", costs=costs(0.05, slope))
-        numbers = Heard(lambda done: max(done.nodes))
+        numbers = Heard(lambda done: max(done.num_candidates))
         strategy.listeners = (numbers,)
         assert_plain(target, strategy, **settings)
         assert (max(numbers) > 4) == branches

@@ -175,10 +175,10 @@ def test_a_text_that_grows_and_is_taken_back(kind: str, draft_kind: str):
         added = torch.randint(0, vocabularies.sizes[0], (num_added,), generator=generator)
         text = [*text[:count], *added.tolist()]
         translation.crop(count)
-        boundary = translation.states[-1][0]
+        boundary = translation.boundaries[-1][0]
         assert translation.extend(text[count:]) >= boundary
         whole = Translation(vocabularies)
         whole.extend(text)
         assert translation.ids == whole.ids
-        assert len(translation.states) == len(text) + 1
+        assert len(translation.boundaries) == len(text) + 1
         assert len(whole.ids) >= bool(text)

@@ -25,8 +25,9 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import hf_specx
 from hf_specx import SpeculativeDecoding
-from hf_specx.drafting.auto import Costs, RoundTimer
+from hf_specx.drafting.auto import RoundTimer
 from hf_specx.drafting.candidates import no_candidates
+from hf_specx.drafting.costs import Costs
 from hf_specx.engine import run as engine_run
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.run import Run

@@ -12,7 +12,7 @@ from torch import multiprocessing
 from transformers import LlamaForCausalLM
 
 from hf_specx import DraftHead, Request, SpeculativeDecoding
-from hf_specx.drafting.auto import Costs
+from hf_specx.drafting.costs import Costs
 from hf_specx.engine import run
 
 

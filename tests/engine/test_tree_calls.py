@@ -117,8 +117,8 @@ def test_the_report_counts_nodes_and_ranks():
     assert sum(record.nodes for record in records if record.drafted) == report.nodes
     assert max(record.nodes for record in records) == 12
     for record in records:
-        assert len(record.branch) == record.accepted
-    assert any(any(record.branch) for record in records)
+        assert len(record.ranks) == record.accepted
+    assert any(any(record.ranks) for record in records)
     assert f"{report.nodes} with branches" in str(report)
     both = report + report
     assert both.nodes == 2 * report.nodes

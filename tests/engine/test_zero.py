@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.drafting.auto import Costs
+from hf_specx.drafting.costs import Costs
 from hf_specx.engine.ranks import synced_by_default
 
 

@@ -12,7 +12,7 @@ from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, generate
-from hf_specx.drafting.auto import PRIOR_ALPHA
+from hf_specx.drafting.costs import PRIOR_ALPHA
 from hf_specx.pairs.generate import TIMES
 
 

@@ -59,7 +59,7 @@ def assert_branches(strategy: SpeculativeDecoding, branches: Heard) -> None:
 
 def listened(strategy: SpeculativeDecoding) -> Heard:
     """The branches of each round of a strategy's calls."""
-    branches = Heard(lambda done: done.branches)
+    branches = Heard(lambda done: done.accepted_ranks)
     strategy.listeners = (*strategy.listeners, branches)
     return branches
 
@@ -208,13 +208,13 @@ def test_rows_with_seeds(draft: str):
     assert strategy.report.nodes > strategy.report.drafted
 
 
-def seen_by_sibling(*call: Any, right: Any = RaggedRunner._visible_nodes) -> Any:
+def seen_by_sibling(*call: Any, right: Any = RaggedRunner._tree_attention) -> Any:
     """Wrong: a node sees all that stand before it."""
     nodes = right(*call)
     if nodes is None:
         return None
-    numbers = torch.arange(nodes.sees.shape[-1])
-    return nodes._replace(sees=(numbers <= numbers[:, None]).expand_as(nodes.sees))
+    numbers = torch.arange(nodes.node_mask.shape[-1])
+    return nodes._replace(node_mask=(numbers <= numbers[:, None]).expand_as(nodes.node_mask))
 
 
 def positions_by_slot(runner: RaggedRunner, batch: Batch, emitted: Any, right: Any = RaggedRunner._positions) -> Any:
@@ -227,9 +227,9 @@ def positions_by_slot(runner: RaggedRunner, batch: Batch, emitted: Any, right: A
 
 def not_moved(runner: RaggedRunner, done: Any, right: Any = RaggedRunner.observe) -> None:
     """Wrong: what was accepted stays where it was fed."""
-    done.paths, paths = [], done.paths
+    done.accepted_candidates, paths = [], done.accepted_candidates
     right(runner, done)
-    done.paths = paths
+    done.accepted_candidates = paths
 
 
 def sibling_shown(prefixes: Prefixes) -> None:
@@ -242,7 +242,7 @@ def noise_by_node(verifier: CoupledVerifier, batch: Batch, probs: Any, ahead: in
 
 
 FAULTS = {
-    "a node sees its sibling": (RaggedRunner, "_visible_nodes", seen_by_sibling),
+    "a node sees its sibling": (RaggedRunner, "_tree_attention", seen_by_sibling),
     "a position by slot": (RaggedRunner, "_positions", positions_by_slot),
     "an accepted node is not moved": (RaggedRunner, "observe", not_moved),
     "a processor is shown the sibling's prefix": (Prefixes, "nodes", property(sibling_shown)),

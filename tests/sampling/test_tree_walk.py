@@ -14,9 +14,9 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Verdict
-from hf_specx.common.tree import Tree, at_nodes, branches_of
+from hf_specx.common.tree import Tree, at_nodes, row_tree_of
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.trees import comb_of_ranks, tree_of_ranks
+from hf_specx.drafting.trees import comb_shape, full_shape
 from hf_specx.sampling import verifiers
 from hf_specx.sampling.verify import verify_tree
 
@@ -47,44 +47,44 @@ def test_the_walk_is_that_of_each_row_alone():
         tree = Tree(parents, width, torch.device("cpu"))
         candidates = torch.tensor([[numbers.randrange(3) for _ in range(width)] for _ in range(rows)])
         for row, of_row in enumerate(parents):  # siblings have tokens of their own
-            ranks = branches_of(of_row).ranks
+            ranks = row_tree_of(of_row).ranks
             candidates[row, : len(of_row)] = (candidates[row, : len(of_row)] + torch.tensor(ranks).long()) % 12
         choices = torch.tensor([[numbers.randrange(3) for _ in range(width + 1)] for _ in range(rows)])
         proposed = torch.tensor([[i < len(of_row) for i in range(width)] for of_row in parents])
         verdict = verify_tree(candidates, choices, tree, proposed)
-        assert verdict.path is not None
+        assert verdict.path_nodes is not None
         for row, of_row in enumerate(parents):
             path = walk(candidates[row].tolist(), choices[row].tolist(), of_row)
             ended_at = path[-1] + 1 if path else 0
             twins = {(of_row[i], int(candidates[row, i])) for i in range(len(of_row))}
             if len(twins) == len(of_row):
-                assert verdict.path[row, 1 : 1 + len(path)].tolist() == [number + 1 for number in path]
+                assert verdict.path_nodes[row, 1 : 1 + len(path)].tolist() == [number + 1 for number in path]
                 assert verdict.accepted[row] == len(path)
                 assert verdict.next_token[row] == choices[row, ended_at]
-            first = branches_of(of_row).first
+            first = row_tree_of(of_row).first_choices
             leading = [i for i, number in enumerate(first) if path[: i + 1] == list(first[: i + 1])]
             assert len(twins) < len(of_row) or verdict.acceptance[row, : len(first)].sum() == len(leading)
 
 
 def test_parents_stand_before_their_children():
     with pytest.raises(ValueError, match="candidate 1 has the parent 1; parents stand before"):
-        branches_of((-1, 1))
+        row_tree_of((-1, 1))
 
 
 def test_shapes_hold_what_is_worth_most():
     chances = (0.7, 0.2, 0.05)
-    comb = comb_of_ranks(chances, 3, 6)
+    comb = comb_shape(chances, 3, 6)
     assert comb.parents == (-1, 0, 1, -1, 0, 1)
     assert comb.ranks == (0, 0, 0, 1, 1, 1)
-    full = tree_of_ranks(chances, 3, 7)
+    full = full_shape(chances, 3, 7)
     values = {}
     for number, (parent, rank) in enumerate(zip(full.parents, full.ranks, strict=True)):
         values[number] = values.get(parent, 1.0) * chances[rank]
     assert full.ranks[:3] == (0, 0, 0)
     assert sorted(values.values(), reverse=True)[:4] == pytest.approx([0.7, 0.49, 0.343, 0.2])
     assert min(values.values()) >= 0.2 * 0.49 - 1e-9
-    assert branches_of(full.parents).ranks == full.ranks
-    assert comb_of_ranks(chances, 0, 5).parents == ()
+    assert row_tree_of(full.parents).ranks == full.ranks
+    assert comb_shape(chances, 0, 5).parents == ()
 
 
 class FromLastToken(Drafter):
@@ -125,20 +125,20 @@ def test_law_with_warpers(draft: str):
 def any_child(candidates: Any, choices: Any, tree: Tree, proposed: Any = None) -> Verdict:
     """Wrong: a child is taken if any sibling of it holds the target's choice."""
     verdict = verify_tree(candidates, choices, tree, proposed)
-    hits = candidates == choices.gather(1, tree.parents)
-    of_parent = tree.parents[:, :, None] == tree.parents[:, None]
-    passed = (of_parent & hits[:, None] & proposed[:, None]).any(-1) & (tree.depths[:, 1:] == 1) & proposed
+    hits = candidates == choices.gather(1, tree.parent_nodes)
+    of_parent = tree.parent_nodes[:, :, None] == tree.parent_nodes[:, None]
+    passed = (of_parent & hits[:, None] & proposed[:, None]).any(-1) & (tree.node_depths[:, 1:] == 1) & proposed
     first = passed.long().argmax(-1)
     accepted = passed.any(-1).long()
-    path = torch.stack([torch.zeros_like(first), *[first + 1] * tree.depth], 1)
+    path_nodes = torch.stack([torch.zeros_like(first), *[first + 1] * tree.depth], 1)
     after = at_nodes(choices, (accepted * (first + 1))[:, None])[:, 0]
-    return verdict._replace(accepted=accepted, next_token=after, path=path)
+    return verdict._replace(accepted=accepted, next_token=after, path_nodes=path_nodes)
 
 
 def after_the_parent(candidates: Any, choices: Any, tree: Tree, proposed: Any = None) -> Verdict:
     """Wrong: the token after a branch is what the target chooses before its end."""
     verdict = verify_tree(candidates, choices, tree, proposed)
-    before = verdict.path.gather(1, (verdict.accepted - 1).clamp(min=0)[:, None])
+    before = verdict.path_nodes.gather(1, (verdict.accepted - 1).clamp(min=0)[:, None])
     return verdict._replace(next_token=choices.gather(1, before)[:, 0])
 
 

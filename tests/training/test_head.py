@@ -253,7 +253,8 @@ def test_the_speculators_library_reads_a_new_head(kind: str, draft_vocab_size: i
     (tmp_path / "head" / "config.json").write_text(json.dumps(config))
     speculator = speculators.SpeculatorModel.from_pretrained(tmp_path / "head")
     saved, read = (
-        {name.removeprefix("body."): tensor for name, tensor in weights(model).items()} for model in (head, speculator)
+        {name.removeprefix("network."): tensor for name, tensor in weights(model).items()}
+        for model in (head, speculator)
     )
     assert read.keys() - saved.keys() == {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
     assert all(torch.equal(tensor, read[name]) for name, tensor in saved.items())

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .body import AdjustedLogits, Body, StepOutput
 from .config import HeadConfig
 from .layers import HeadCache, HeadLayer, rms_norm
+from .network import AdjustedLogits, HeadNetwork, StepOutput
 
 
 class BlockLayer(HeadLayer):
@@ -20,7 +20,7 @@ class BlockLayer(HeadLayer):
         return self.attention_and_mlp(states, normed, keys_values, cache)
 
 
-class Block(Body):
+class Block(HeadNetwork):
     """Context entry i is the target's state at token i, of which each layer makes keys and values, and nothing else.
 
     A block is the last token and masks behind it; its entries see all of the context and each other.

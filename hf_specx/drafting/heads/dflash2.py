@@ -9,9 +9,9 @@ from torch import nn
 from hf_specx.common.errors import brief, is_int
 
 from .block import Block
-from .body import AdjustedLogits, StepOutput
 from .config import HeadConfig
 from .layers import HeadCache, HeadLayer
+from .network import AdjustedLogits, StepOutput
 from .tensors import Weights
 
 

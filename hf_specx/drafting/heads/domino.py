@@ -9,8 +9,8 @@ from torch import nn
 from hf_specx.common.errors import brief, is_int
 
 from .block import Block
-from .body import AdjustedLogits
 from .config import HeadConfig
+from .network import AdjustedLogits
 from .tensors import Weights
 
 

@@ -14,14 +14,14 @@ from hf_specx.common.devices import synchronize, to_device, to_device_async
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.drafter import DraftContext, no_candidates
 from hf_specx.drafting.forward_times import ForwardSize
-from hf_specx.models.attention import VisibleNodes
+from hf_specx.models.attention import TreeAttention
 from hf_specx.models.compiled import ROOM
 from hf_specx.models.prompts import HiddenStateTap
 
-from .body import Body, StepOutput
 from .layers import SlotMapping, to_device_of
-from .levels import Level, LevelDrafter
+from .levels import Level, TreeDrafter
 from .misread import MisreadWatch
+from .network import HeadNetwork, StepOutput
 from .runner import HeadRunner
 
 
@@ -29,16 +29,16 @@ MOST_PENDING = 64  # columns of states that wait for candidates to be wanted; be
 PREFILL_CHUNK = 1024  # entries of a prompt that are appended together, since the mask grows with them
 
 
-class HeadDrafter(LevelDrafter):
+class HeadDrafter(TreeDrafter):
     """Samples candidates from a head, as `SampledCandidateGenerator` does from a model.
 
     The entries of a row are in its slots from 0 on. The target's states come with rounds, and are pending until
     candidates are wanted. What is written while drafting lies behind `num_computed_tokens`, and is written over.
 
     Args:
-        body: the head's layers.
+        network: the head's layers.
         embedding: the head's own, or the target's.
-        output: the same; without one the body gives logits.
+        output: the same; without one the network gives logits.
         ids: [V_d], the target's ids of the head's tokens; None if they are the same.
         hidden_state_taps: where in the target it reads states.
         owner: the model that the layers are of, by which torch compiles them; None if it does not.
@@ -52,7 +52,7 @@ class HeadDrafter(LevelDrafter):
         pending_states: [R, m, W] of the decoding rows, of which each has its own number.
         num_candidates: of this round, at most.
         draft_states, draft_logits: [R, H] and [R, V_d] of each candidate, before it is drawn.
-        carried: the state that the body carries from one candidate to the next.
+        carried: the state that the network carries from one candidate to the next.
         end_slots: [R, 1], the slot behind each row's last context entry.
         confidences: [R, 1] of each candidate, by the head itself.
         confidence_threshold: below it a row ends; 0 is off.
@@ -64,7 +64,7 @@ class HeadDrafter(LevelDrafter):
 
     def __init__(
         self,
-        body: Body,
+        network: HeadNetwork,
         embedding: Any,
         output: Any = None,
         ids: torch.Tensor | None = None,
@@ -73,13 +73,14 @@ class HeadDrafter(LevelDrafter):
         mask: torch.Tensor | None = None,
     ):
         super().__init__(None)  # type: ignore[arg-type]
-        self.body, self.embedding, self.output = body, embedding, output
+        self.network, self.embedding, self.output = network, embedding, output
         self.ids, self.hidden_state_taps, self.owner, self.mask = ids, hidden_state_taps, owner, mask
-        weight = next(body.parameters())
+        weight = next(network.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-        self.max_candidates = None if body.autoregressive else body.max_candidates
-        self.drafts_blocks = not body.autoregressive
-        if not body.autoregressive and not body.adjusts_logits:  # marginals: a candidate depends on none before it
+        self.max_candidates = None if network.autoregressive else network.max_candidates
+        self.drafts_blocks = not network.autoregressive
+        has_marginals = not network.autoregressive and not network.adjusts_logits
+        if has_marginals:  # a candidate depends on none before it
             self.tree_kind = "full"
 
     def start(self, context: DraftContext) -> None:
@@ -88,11 +89,11 @@ class HeadDrafter(LevelDrafter):
         self.target = context.target
         self.num_candidates = 1
         super().start(context)
-        self.drafts_levels = self.body.drafts_levels and self.runner.forwards is None
+        self.grows_trees = self.network.grows_trees and self.runner.forwards is None
         # a candidate of a block is there though those before it are forced
-        self.counts_forced = self.counts_forced or not self.body.autoregressive
+        self.counts_forced = self.counts_forced or not self.network.autoregressive
         self.confidence_threshold = 0.0
-        if self.body.config.confidence_head:  # which knows better than the candidate's own probability
+        if self.network.config.confidence_head:  # which knows better than the candidate's own probability
             self.confidence_threshold = self.threshold
             self.threshold = 0.0
         if self.ids is not None:
@@ -112,14 +113,14 @@ class HeadDrafter(LevelDrafter):
     def _make_runner(self, context: DraftContext) -> Any:
         expected_slots = self.target.width + min(self.target.prompt.max_new_tokens_now, ROOM)
         owner = self.owner if context.compiled else None
-        return HeadRunner(self.body, len(context.batch.rows), expected_slots, owner)
+        return HeadRunner(self.network, len(context.batch.rows), expected_slots, owner)
 
     def _ready(self, batch: Batch) -> Any:
         return self
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Draft for every decoding row that has new states; see there."""
-        most = self.body.max_candidates or max(lengths)
+        most = self.network.max_candidates or max(lengths)
         pending = self.num_pending_states(batch)
         limits = [min(length, most) if number else 0 for length, number in zip(lengths, pending, strict=True)]
         if not any(limits):
@@ -148,32 +149,42 @@ class HeadDrafter(LevelDrafter):
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Note the states of new prompts but the last, which the next round gives."""
         self.misread_watch.forget_rows(rows)
-        states = self.target.prompt_hidden
+        states = self.target.prompt_hidden  # [r, m, W] of these rows
         assert states is not None
-        position_ids = self.target.prompt.kwargs.get("position_ids")
-        num_rows = len(self.num_computed_tokens)
-        if position_ids is not None and (position_ids.ndim < 3 or len(rows) < num_rows):
-            position_ids = None  # only images have positions that do not follow from slots
         for row in rows:
             number = max(1, min(batch.row_states[row].prompt_length, states.shape[1])) - 1
             self.num_computed_tokens[row] = self.num_prompt_states[row] = number
-        first = self.target.first_position
-        if first is None:
-            first = batch.starts.new_zeros(num_rows, 1)
-        elif first.ndim == 3:
-            first = first[-3]
-        self.position_offset = (
-            first.to(self.device) - 1 - to_device_async(self.num_prompt_states, self.device)[:, None]
-        )
+        self.position_offset = self._first_positions(batch) - 1 - self._on_device(self.num_prompt_states)
+        image_positions = self._image_positions(len(rows))
         for index, row in enumerate(rows):
             number = self.num_prompt_states[row]
-            if position_ids is None:
+            if image_positions is None:
                 positions = torch.arange(number, device=self.device) + self.position_offset[row]
             else:
-                of_row = position_ids[-3].expand(len(rows), -1)[index]
-                positions = to_device(of_row[-number - 1 : -1], self.device)
+                positions = to_device(image_positions[index, -number - 1 : -1], self.device)
             self.pending_prompts[row] = states[index, states.shape[1] - number - 1 : -1], positions
         self.target.prompt_hidden = states[:, -1:].clone()  # all that is asked for from now on
+
+    def _first_positions(self, batch: Batch) -> torch.Tensor:
+        """[B, 1], the position of the first token behind each prompt; 0 where the target says none."""
+        first = self.target.first_position
+        if first is None:
+            first = batch.starts.new_zeros(len(self.num_computed_tokens), 1)
+        elif first.ndim == 3:  # of images, where text has one of three
+            first = first[-3]
+        return first.to(self.device)
+
+    def _image_positions(self, num_prompts: int) -> torch.Tensor | None:
+        """[r, L] of prompts with images, whose positions do not follow from slots; None for any other."""
+        position_ids = self.target.prompt.kwargs.get("position_ids")
+        is_refill = num_prompts < len(self.num_computed_tokens)  # whose requests are text
+        if position_ids is None or position_ids.ndim < 3 or is_refill:
+            return None
+        return position_ids[-3].expand(num_prompts, -1)
+
+    def _on_device(self, numbers: list[int]) -> torch.Tensor:
+        """[n, 1] of numbers [n]."""
+        return to_device_async(numbers, self.device)[:, None]
 
     def num_pending_states(self, batch: Batch) -> list[int]:
         """[R], how many states of each row are pending, those of prompts left out."""
@@ -212,39 +223,41 @@ class HeadDrafter(LevelDrafter):
         return self._to_target_vocabulary(logits).to(batch.ids.device)[:, None]
 
     def first_step(self, batch: Batch) -> None:
-        """Append the pending states, and have the states by which the first candidates are drawn."""
+        """Append the pending states, and have the states by which the first candidates are drawn.
+
+        The entries of a row are its context entries, one for each pending state, and behind them draft entries. Rows
+        with fewer context entries than the one with most, or than were compiled, have padding between the two.
+        """
         self._prefill_prompts(batch)
-        assert self.pending_states is not None
-        device = self.device
-        pending = self.num_pending_states(batch)
-        computed = [self.num_computed_tokens[row] for row in batch.rows]
-        width = self.runner.padded_width(max(pending))
-        num_draft_entries = self.body.num_draft_entries(self.num_candidates)
-        first_slots, num_new = to_device_async([computed, pending], device)[..., None]
-        step = torch.arange(width + num_draft_entries, device=device)
-        self.row_index = to_device(batch.index, device)
-        self.end_slots = first_slots + num_new
-        newest = None if self.body.drafts_block else (num_new - 1).clamp(min=0)
-        states = to_device(self.pending_states[:, :width], device, self.dtype)
-        if states.shape[1] < width:
-            states = nn.functional.pad(states, (0, 0, 0, width - states.shape[1]))
+        num_pending = self.num_pending_states(batch)
+        num_computed = [self.num_computed_tokens[row] for row in batch.rows]
+        width = self.runner.padded_width(max(num_pending))
+        num_draft_entries = self.network.num_draft_entries(self.num_candidates)
+        kv_length = max(num_computed) + width + num_draft_entries + 1  # the last slot is for padding
+        first_slots, num_context_entries = to_device_async([num_computed, num_pending], self.device)[..., None]
+        slots = first_slots + torch.arange(width + num_draft_entries, device=self.device)
+        if num_draft_entries and min(num_pending) < width:  # else padding is behind all that a row sees
+            slots = without_padding(slots, num_context_entries, width, unseen=kv_length - 1)
+        self.row_index = to_device(batch.index, self.device)
+        self.end_slots = first_slots + num_context_entries
         self.last_tokens = batch.last(1)
-        kv_length = max(computed) + width + num_draft_entries + 1
-        slots = first_slots + step
-        if (
-            num_draft_entries and min(pending) < width
-        ):  # padding of shorter rows goes to the last slot, which is unseen
-            context_slots = torch.where(step < num_new, slots, kv_length - 1)
-            draft_slots = slots - width + num_new
-            slots = torch.where(step < width, context_slots, draft_slots)
-        for row, number in zip(batch.rows, pending, strict=True):
-            self.num_computed_tokens[row] += number
-        self.pending_states = None
-        self.draft_states, self.draft_logits = [], []
-        starts = batch.ends - to_device_async(pending, batch.ids.device)
+        starts = batch.ends - to_device_async(num_pending, batch.ids.device)
         embedded = self._embedded_entries(batch.ids, batch.index, starts, width, num_draft_entries)
-        mapping = self._slot_mapping(slots, kv_length, num_draft_entries if self.body.drafts_block else 0)
+        newest = None if self.network.drafts_block else (num_context_entries - 1).clamp(min=0)
+        mapping = self._slot_mapping(slots, kv_length, num_draft_entries if self.network.drafts_block else 0)
+        states = self._take_pending_states(width)
+        for row, number in zip(batch.rows, num_pending, strict=True):
+            self.num_computed_tokens[row] += number
+        self.draft_states, self.draft_logits = [], []
         self._add_output(self.runner("first_step", mapping, embedded, states, newest, self.num_candidates))
+
+    def _take_pending_states(self, width: int) -> torch.Tensor:
+        """[R, width, W], the pending states, filled up with zeros; none are pending any more."""
+        assert self.pending_states is not None
+        states = to_device(self.pending_states[:, :width], self.device, self.dtype)
+        self.pending_states = None
+        missing = width - states.shape[1]
+        return nn.functional.pad(states, (0, 0, 0, missing)) if missing else states
 
     def _prefill_prompts(self, batch: Batch) -> None:
         """Append the states of pending prompts."""
@@ -275,7 +288,7 @@ class HeadDrafter(LevelDrafter):
         appended = [max(0, number - 1) for number in pending]
         width = max(appended)
         if width:  # else rows with more have left
-            slots = to_device_async(computed, device)[:, None] + torch.arange(width, device=device)
+            slots = self._on_device(computed) + torch.arange(width, device=device)
             positions = slots + self.position_offset[to_device(batch.index, device)]
             starts = batch.ends - to_device_async(pending, batch.ids.device)
             embedded = self._embedded_entries(batch.ids, batch.index, starts, width)
@@ -301,14 +314,14 @@ class HeadDrafter(LevelDrafter):
             self.first_step(batch)
             logits = self.draft_logits[0][:, None]
         else:
-            tree, first, count = level.tree, level.first, tokens.shape[1]
-            depths, sees = (to_device(x, self.device) for x in (tree.depths, tree.sees))
-            nodes = VisibleNodes(self.end_slots - 1, depths, sees[:, 1 + first :])
+            tree, first, count = level.tree, level.first_slot, tokens.shape[1]
+            node_depths, node_mask = (to_device(x, self.device) for x in (tree.node_depths, tree.node_mask))
+            attention = TreeAttention(self.end_slots - 1, node_depths, node_mask[:, 1 + first :])
             slots = self.end_slots + torch.arange(first, first + count, device=self.device)
-            positions = self.end_slots - 1 + depths[:, 1 + first :] + self.position_offset[self.row_index]
+            positions = attention.node_positions(slots) + self.position_offset[self.row_index]
             kv_length = max([self.num_computed_tokens[row] for row in batch.rows]) + first + count
-            mapping = SlotMapping(slots, positions, kv_length, 0, self.row_numbers[: len(slots)], nodes)
-            carried = self.carried.index_select(1, to_device(level.parents, self.device))
+            mapping = SlotMapping(slots, positions, kv_length, 0, self.row_numbers[: len(slots)], attention)
+            carried = self.carried.index_select(1, to_device(level.fed_parents, self.device))
             states, self.carried = self.runner("next_step", mapping, self.embed(tokens), carried)
             logits = self.compute_logits(states)
         return self._to_target_vocabulary(logits).to(batch.ids.device)
@@ -327,16 +340,16 @@ class HeadDrafter(LevelDrafter):
         self, ids: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, width: int, num_draft_entries: int = 0
     ) -> Any:
         """Of entries: the tokens behind their states and masks; of a block the last token and masks alone."""
-        if not self.body.has_attention:
+        if not self.network.has_attention:
             return None
-        if not self.body.drafts_block:
+        if not self.network.drafts_block:
             return self.embed(self.shifted_tokens(ids, rows, starts, width), num_draft_entries)
         return self.embed(self.last_tokens, num_draft_entries - 1) if num_draft_entries else None
 
     def embed(self, tokens: torch.Tensor, num_masks: int = 0) -> torch.Tensor:
         """[r, m + masks, H] of tokens [r, m] and masks behind them, by the head's own embeddings or the target's."""
         if num_masks and self.mask is None:
-            tokens = nn.functional.pad(tokens, (0, num_masks), value=self.body.config.mask_token_id)
+            tokens = nn.functional.pad(tokens, (0, num_masks), value=self.network.config.mask_token_id)
         embedded = to_device(self.embedding(to_device_of(self.embedding, tokens)), self.device, self.dtype)
         if num_masks and self.mask is not None:  # a row of the embedding matrix, which Gemma scales
             mask = self.mask * getattr(self.embedding, "embed_scale", 1.0)
@@ -360,8 +373,9 @@ class HeadDrafter(LevelDrafter):
 
     def _candidate_logits(self, index: int, previous: torch.Tensor) -> torch.Tensor:
         """[R, V_d] of candidate `index`, behind the previous tokens [R, 1]."""
-        previous = self.embed(previous) if self.body.embeds_previous_token else to_device(previous, self.device)
-        adjust = partial(self.runner, "adjust_logits", None) if self.body.adjusts_logits else self.body.adjust_logits
+        network = self.network
+        previous = self.embed(previous) if network.embeds_previous_token else to_device(previous, self.device)
+        adjust = partial(self.runner, "adjust_logits", None) if network.adjusts_logits else network.adjust_logits
         logits, self.carried, confidence = adjust(
             self.draft_logits[index],
             self.draft_states[index],
@@ -381,7 +395,7 @@ class HeadDrafter(LevelDrafter):
         return impossible.index_copy_(-1, self.ids, logits)
 
     def misread_reason(self, batch: Batch) -> str:
-        return self.misread_watch.reason(self.body.config, batch)
+        return self.misread_watch.reason(self.network.config, batch)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return lambda count: self.dummy_run(batch)
@@ -414,16 +428,32 @@ class HeadDrafter(LevelDrafter):
         tokens = batch.last(1).to(self.device)
         self.row_index = batch.index.to(self.device)
         self.end_slots = tokens * 0 + max(self.num_computed_tokens)
-        self.carried = torch.zeros(len(tokens), 1, self.body.config.hidden_size, device=self.device, dtype=self.dtype)
+        width = self.network.config.hidden_size
+        self.carried = torch.zeros(len(tokens), 1, width, device=self.device, dtype=self.dtype)
         self.draft_states, self.draft_logits = [], []
         self._next_step(batch, 1, tokens)
         self._to_target_vocabulary(self._candidate_logits(0, tokens))
 
     def size(self) -> ForwardSize | None:
         output_weights = self.output.parameters() if isinstance(self.output, nn.Module) else ()
-        sizes = [weight.numel() * weight.element_size() for weight in (*self.body.parameters(), *output_weights)]
-        num_layers = self.body.config.num_hidden_layers
+        sizes = [weight.numel() * weight.element_size() for weight in (*self.network.parameters(), *output_weights)]
+        num_layers = self.network.config.num_hidden_layers
         if self.drafts_blocks:
-            num_tokens = max(1, self.body.num_draft_entries(self.candidates_per_step))
+            num_tokens = max(1, self.network.num_draft_entries(self.candidates_per_step))
             return ForwardSize(num_layers, sum(sizes), tokens_per_row=num_tokens)
-        return ForwardSize(num_layers, sum(sizes) / (self.body.max_candidates or 1))  # a layer of its own for each
+        return ForwardSize(num_layers, sum(sizes) / (self.network.max_candidates or 1))  # a layer of its own for each
+
+
+def without_padding(slots: torch.Tensor, num_context_entries: torch.Tensor, width: int, unseen: int) -> torch.Tensor:
+    """The slots [R, width + d] of entries, such that draft entries are right behind the context entries of a row.
+
+    Args:
+        slots: [R, width + d], of `width` context entries and d draft entries of each row, one behind the other.
+        num_context_entries: [R, 1], how many context entries each row has; those from there on are padding.
+        width: of the row that has most, or more.
+        unseen: the slot of the padding.
+    """
+    columns = torch.arange(slots.shape[1], device=slots.device)
+    context_slots = torch.where(columns < num_context_entries, slots, unseen)
+    draft_slots = slots - width + num_context_entries
+    return torch.where(columns < width, context_slots, draft_slots)

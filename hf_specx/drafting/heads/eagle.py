@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .body import Body, StepOutput
 from .config import HeadConfig
 from .layers import HeadCache, HeadLayer, rms_norm
+from .network import HeadNetwork, StepOutput
 
 
-class Eagle(Body):
+class Eagle(HeadNetwork):
     """Entry i of a row is token i + 1 with the target's states at i, or with the head's own while it drafts.
 
     Its first layer reads the token's embedding beside them; what it adds to is the state. It predicts token i + 2.
@@ -22,7 +22,7 @@ class Eagle(Body):
     def __init__(self, config: HeadConfig):
         super().__init__()
         self.config = config
-        self.autoregressive = self.drafts_levels = config.kind == "eagle3"
+        self.autoregressive = self.grows_trees = config.kind == "eagle3"
         width = config.target_hidden_size * len(config.layer_ids or ())
         self.fc = nn.Linear(width, config.hidden_size, config.fc_bias)
         if config.norm_before_fc:

@@ -1,6 +1,7 @@
 """The published formats of draft heads: whatever the form of their files, as one config and one set of tensors.
 
-A new format is an entry in one of the constants here, or in `tensors.NAMES`; a new kind of network is a `Body` too.
+A new format is an entry in one of the constants here, or in `tensors.NAMES`; one with layers of its own is a
+`HeadNetwork` too.
 """
 
 import re
@@ -97,7 +98,8 @@ TENSOR_OF_FIELD = {  # fields that say whether there is a tensor
 }
 MARKOV_TYPE_OF_TENSOR = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}
 FIELDS_OF_CONFIG = ("norm_before_residual", "markov_head_type")  # which tensors do not show
-LAYOUTS = {"anchor": True, "fill-in": False}  # of a block: whether the last token in front of the masks proposes too
+# values of the option layout=: whether the anchor, the last token in front of the masks of a block, proposes too
+SAMPLES_FROM_ANCHOR = {"anchor": True, "fill-in": False}
 OVERRIDES = ("layer_ids", "layout", "norm_output", "use_last_layernorm", "is_causal", "partial_rotary_factor")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text
 
@@ -146,7 +148,8 @@ def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tupl
 def _check_overrides(overrides: dict[str, Any]) -> None:
     """Raise ValueError if an option of loading has a value that it cannot have."""
     layout, factor = overrides.get("layout", "anchor"), overrides.get("partial_rotary_factor", 1.0)
-    require(layout in LAYOUTS, f"layout={layout!r}: give one of {', '.join(map(repr, LAYOUTS))}.")
+    layouts = ", ".join(map(repr, SAMPLES_FROM_ANCHOR))
+    require(layout in SAMPLES_FROM_ANCHOR, f"layout={layout!r}: give one of {layouts}.")
     for option in ("norm_output", "use_last_layernorm", "is_causal"):
         value = overrides.get(option, True)
         require(isinstance(value, bool), f"{option}={value!r}: give True or False.")
@@ -543,20 +546,20 @@ class FormatReader:
     def _samples_from_anchor(self, kind: str, block_size: int, num_proposed: Any) -> bool:
         """Whether the first position of a block proposes a token too: as it is said, or as its producer means it.
 
-        Files of speculators without the key are older than the layout from the anchor; DSpark of all others has it.
+        Files of speculators without the key are older than sampling from the anchor; DSpark of all others does.
         """
         if "layout" in self.overrides:
-            return LAYOUTS[self.overrides["layout"]]
+            return SAMPLES_FROM_ANCHOR[self.overrides["layout"]]
         stated = self.first_value(ANCHOR_OPTIONS)
-        anchor = kind == "dspark" and not self.is_of_speculators if stated is None else bool(stated)
-        layout, other = ("anchor", "fill-in") if anchor else ("fill-in", "anchor")
+        from_anchor = kind == "dspark" and not self.is_of_speculators if stated is None else bool(stated)
+        option, other = ("anchor", "fill-in") if from_anchor else ("fill-in", "anchor")
         self.need(
-            num_proposed != (block_size - 1 if anchor else block_size),
+            num_proposed != (block_size - 1 if from_anchor else block_size),
             f"proposes {num_proposed} tokens a block of {block_size} by speculative_tokens, which is the number of "
-            f"layout={other!r}, and by sample_from_anchor={brief(stated)} its layout is {layout!r}; give "
-            f"layout={layout!r} if it proposes fewer than it could, and layout={other!r} if it was trained so.",
+            f"layout={other!r}, and by sample_from_anchor={brief(stated)} its layout is {option!r}; give "
+            f"layout={option!r} if it proposes fewer than it could, and layout={other!r} if it was trained so.",
         )
-        return anchor
+        return from_anchor
 
     def _layer_ids(self, kind: str) -> list[int]:
         """Which states the head reads, as they are given, or as they stand in the files."""

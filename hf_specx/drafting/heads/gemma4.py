@@ -18,7 +18,7 @@ from hf_specx.models.attention import grouped_queries
 from hf_specx.models.runner import SharedKeys
 
 from .layers import to_device_of
-from .levels import Level, LevelDrafter
+from .levels import Level, TreeDrafter
 
 
 TARGETS = ("gemma4_text", "gemma4_unified_text")  # their text models
@@ -89,7 +89,7 @@ def layers_of(assistant: Any, target: PreTrainedModel) -> dict[str, int]:
     return {layer_type: target_layers[layer_type] for layer_type in assistant_layers}
 
 
-class AssistantDrafter(LevelDrafter):
+class AssistantDrafter(TreeDrafter):
     """Samples candidates from an assistant over the target's own cache, of which it writes nothing.
 
     All candidates of a round are drawn at one position, that of the newest token that the target has read, over the
@@ -102,7 +102,7 @@ class AssistantDrafter(LevelDrafter):
     """
 
     source = "assistant"
-    drafts_levels = True
+    grows_trees = True
     needs_hidden = True
     all_prompt_hidden = False
     state: torch.Tensor
@@ -160,7 +160,7 @@ class AssistantDrafter(LevelDrafter):
         if level.tree is None:
             self._read_shared_keys(batch)
         else:
-            self.state = self.state.index_select(1, to_device(level.parents, self.device))
+            self.state = self.state.index_select(1, to_device(level.fed_parents, self.device))
         states = self._next_step(tokens)
         logits = self._compute_logits(states.flatten(0, 1)[:, None])
         return logits.view(*tokens.shape, -1).to(batch.ids.device)

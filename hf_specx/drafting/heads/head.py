@@ -26,7 +26,7 @@ from .medusa import Medusa
 from .tensors import check_tensors
 
 
-BODIES: dict[str, Any] = {  # by kind of head
+NETWORKS: dict[str, Any] = {  # by kind of head
     "eagle3": Eagle,
     "peagle": Eagle,
     "dflash": Block,
@@ -48,12 +48,12 @@ class DraftHead(PreTrainedModel):
     """
 
     config_class = HeadConfig
-    base_model_prefix = "body"
+    base_model_prefix = "network"
     has_probs = True
 
     def __init__(self, config: HeadConfig):
         super().__init__(config)
-        self.body: Any = BODIES[config.kind](config)
+        self.network: Any = NETWORKS[config.kind](config)
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.mask_embedding:
@@ -85,7 +85,7 @@ class DraftHead(PreTrainedModel):
         config, tensors = read_head(name, target, **loading)
         with torch.device("meta"):
             head = cls(config)
-        names_in_files = {key: key.removeprefix("body.") for key in head.state_dict()}
+        names_in_files = {key: key.removeprefix("network.") for key in head.state_dict()}
         expected = {names_in_files[key]: tensor for key, tensor in head.state_dict().items()}
         check_tensors(name, config.kind, expected, tensors)
         head.load_state_dict({key: tensors[in_files] for key, in_files in names_in_files.items()}, assign=True)
@@ -94,7 +94,7 @@ class DraftHead(PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | Path, **saving: Any) -> None:  # type: ignore[override]
         """Write the head in the form of the *speculators* library, which vLLM serves."""
-        tensors = {name.removeprefix("body."): tensor for name, tensor in self.state_dict().items()}
+        tensors = {name.removeprefix("network."): tensor for name, tensor in self.state_dict().items()}
         super().save_pretrained(save_directory, state_dict=tensors, **saving)
 
     def bind(self, target: PreTrainedModel) -> HeadDrafter:
@@ -114,7 +114,7 @@ class DraftHead(PreTrainedModel):
         if config.kind != "medusa":
             output = getattr(self, "lm_head", None) or target.get_output_embeddings()
         mask = getattr(self, "mask_embedding", None)
-        return HeadDrafter(self.body, embedding, output, self.ids, self.hidden_state_taps(target), self, mask)
+        return HeadDrafter(self.network, embedding, output, self.ids, self.hidden_state_taps(target), self, mask)
 
     @property
     def ids(self) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_specx.common.devices import to_device
-from hf_specx.models.attention import VisibleNodes, tiled
+from hf_specx.models.attention import TreeAttention, tiled
 from hf_specx.models.slots import LayersKeysValues
 
 from .config import HeadConfig
@@ -24,7 +24,7 @@ class SlotMapping(NamedTuple):
     kv_length: int  # no slot from this one on is seen
     block_size: int = 0  # how many of the last see each other, in layers without a window or as the config says
     rows: torch.Tensor | None = None  # [r], of the cache; None if these are all
-    nodes: VisibleNodes | None = None  # where entries are candidates of a tree
+    tree: TreeAttention | None = None  # where entries are candidates of one
 
 
 class HeadCache:
@@ -41,7 +41,7 @@ class HeadCache:
 
     def __init__(self, config: HeadConfig, rotary: "Rotary", buffers: LayersKeysValues, mapping: SlotMapping):
         self.config, self.buffers = config, buffers
-        self.slots, positions, self.kv_length, self.block_size, rows, self.nodes = mapping
+        self.slots, positions, self.kv_length, self.block_size, rows, self.tree = mapping
         self.rows = torch.arange(len(positions), device=positions.device) if rows is None else rows
         self.masks: dict[str, torch.Tensor] = {}
         self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
@@ -56,10 +56,10 @@ class HeadCache:
             sliding = layer_type == "sliding_attention" and window is not None
             sees_block = self.block_size and not self.config.is_causal
             sees_block = sees_block and (not sliding or self.config.sliding_window_non_causal)
-            if self.nodes is not None:  # whose slots are not by position
-                depths = self.nodes.depths.gather(1, self.slots - self.nodes.root)
-                queries = (self.nodes.root + depths)[:, None, :, None]
-                keys, visible = self.nodes.of_keys(keys[None])
+            if self.tree is not None:  # whose slots are not by position
+                queries = self.tree.node_positions(self.slots)[:, None, :, None]
+                positions, visible_nodes = self.tree.of_slots(keys[None])
+                keys, visible = positions[:, None, None], visible_nodes[:, None]
             elif sees_block:
                 visible = (keys <= queries[:, :, -1:]).expand(-1, -1, queries.shape[2], -1)
             else:

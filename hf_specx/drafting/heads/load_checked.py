@@ -40,8 +40,11 @@ MOST_IN_BUFFERS = 2**28  # numbers, more than those of any real model
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class that loads a model: the one that gives the class in `config.architectures`, else the first that
-    knows the config or is in its `auto_map`, else `AutoModelForCausalLM`."""
+    """The `AutoModelFor...` class that loads a model.
+
+    It is the one that gives the class in `config.architectures`, else the first that knows the config or is in its
+    `auto_map`, else `AutoModelForCausalLM`.
+    """
     in_auto_map = getattr(config, "auto_map", None) or {}
     knowing: list[Any] = [auto for auto in AUTO_CLASSES if type(config) in auto._model_mapping]
     named = [auto for auto in AUTO_CLASSES if auto.__name__ in in_auto_map]

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .body import Body, StepOutput
 from .config import HeadConfig
+from .network import HeadNetwork, StepOutput
 
 
 class MedusaBlock(nn.Module):
@@ -20,7 +20,7 @@ class MedusaBlock(nn.Module):
         return states + nn.functional.silu(self.linear(states))
 
 
-class Medusa(Body):
+class Medusa(HeadNetwork):
     """Network i drafts candidate i, of the target's state that the token before the first one was chosen by."""
 
     has_attention = False

@@ -47,7 +47,7 @@ class MisreadWatch:
         lengths = [length if drafted_by == source else 0 for length, drafted_by in drafts]
         if any(lengths):
             self.first_drafted += sum(length > 0 for length in lengths)
-            accepted = [number for number, length in zip(done.first_accepted, lengths, strict=True) if length]
+            accepted = [number for number, length in zip(done.accepted_in_chain, lengths, strict=True) if length]
             self.first_accepted += sum(number > 0 for number in accepted)
             self.rounds.append(Proposed(done.draft.tokens, lengths, list(done.rows), list(done.emitted_before)))
 

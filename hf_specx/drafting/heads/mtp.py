@@ -16,10 +16,10 @@ from hf_specx.common.wrappers import OfModels, shallow
 from hf_specx.drafting.drafter import DraftContext, Drafter
 from hf_specx.models.slots import SlotCache
 
-from .body import Body, StepOutput
 from .config import HeadConfig
 from .driver import HeadDrafter
 from .layers import SlotMapping
+from .network import HeadNetwork, StepOutput
 
 
 WINDOWS = ("sliding_attention", "hybrid_sliding")
@@ -109,8 +109,8 @@ def with_layers(target: PreTrainedModel) -> Any:
     return copied
 
 
-class Mtp(Body):
-    """The layers as the body of a head: layer j pairs state i with token i + 1 + j, and predicts the next one.
+class Mtp(HeadNetwork):
+    """The layers as the network of a head: layer j pairs state i with token i + 1 + j, and predicts the next one.
 
     Its last j tokens are candidates, so its last entries are computed anew once these are judged: each pass begins as
     many entries earlier as there are further layers.
@@ -182,18 +182,18 @@ class MtpCache(SlotCache):
     positions: torch.Tensor
     entry_slots: torch.Tensor
 
-    def __init__(self, body: Mtp, rows: int):
+    def __init__(self, network: Mtp, rows: int):
         super().__init__()
-        self.body = body
-        self.num_recomputed = body.max_candidates - 1
+        self.network = network
+        self.num_recomputed = network.max_candidates - 1
         self.slots.rows = rows
         self.layer_numbers = dict[Any, int]()
 
     def __call__(self, method: str, mapping: SlotMapping, *inputs: Any) -> Any:
-        """What this method of the body returns."""
+        """What this method of the network returns."""
         self.positions = mapping.positions
         self.slots.set_write_slots(mapping.slots, 0, mapping.kv_length + 1, mapping.rows)
-        return getattr(self.body, method)(self, *inputs)
+        return getattr(self.network, method)(self, *inputs)
 
     def padded_candidates(self, number: int) -> int:
         return number
@@ -269,13 +269,13 @@ class MtpDrafter(HeadDrafter):
     """The drafter of one call with the layers."""
 
     source = "mtp"
-    body: Mtp
+    network: Mtp
 
     def _make_runner(self, context: DraftContext) -> MtpCache:
-        return MtpCache(self.body, len(context.batch.rows))
+        return MtpCache(self.network, len(context.batch.rows))
 
     def _next_step(self, batch: Batch, index: int, previous: torch.Tensor) -> None:
-        self._add_output(self.body.next_step(self.runner, previous, self.carried))
+        self._add_output(self.network.next_step(self.runner, previous, self.carried))
 
     def embed(self, tokens: torch.Tensor, num_masks: int = 0) -> torch.Tensor:
         """The tokens, which layers embed, each shifted by its number."""
@@ -285,7 +285,7 @@ class MtpDrafter(HeadDrafter):
         """Run the step that finds one more candidate, after the prompts; nothing of it is kept."""
         tokens = batch.last(1).to(self.device)
         end = max(self.num_computed_tokens)
-        width = self.body.model.config.hidden_size
+        width = self.network.model.config.hidden_size
         states = torch.zeros(len(tokens), 1, width, device=self.device, dtype=self.dtype)
         slots = tokens * 0 + end
         self.runner("first_step", SlotMapping(slots, slots, end + 1), tokens, states, tokens * 0, 1)

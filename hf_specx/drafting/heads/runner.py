@@ -14,8 +14,8 @@ from hf_specx.models.compiled_forwards import (
 )
 from hf_specx.models.slots import MARGIN, LayersKeysValues, Pool, copy_buffers
 
-from .body import Body
 from .layers import HeadCache, Rotary, SlotMapping
+from .network import HeadNetwork
 
 
 class HeadRunner:
@@ -31,16 +31,16 @@ class HeadRunner:
         most_candidates: of a round so far.
     """
 
-    def __init__(self, body: Body, rows: int, expected_slots: int, model: PreTrainedModel | None = None):
-        weight, config = next(body.parameters()), body.config
-        self.body = body
+    def __init__(self, network: HeadNetwork, rows: int, expected_slots: int, model: PreTrainedModel | None = None):
+        weight, config = next(network.parameters()), network.config
+        self.network = network
         self.expected_slots = expected_slots + MARGIN
         self.most_candidates = 0
         self.rotary = Rotary(config, weight.device)
         self.forwards: CompiledForwards | None = None if model is None else compiled_forwards_of(model, weight.device)
         self.compiled_before = 0 if self.forwards is None else self.forwards.compilations
         self.rows = rows if self.forwards is None else row_bucket(rows)
-        num_layers = config.num_hidden_layers if body.has_attention else 0
+        num_layers = config.num_hidden_layers if network.has_attention else 0
         empty = weight.new_zeros(1, config.num_key_value_heads, 0, config.head_dim)
         self.buffers: LayersKeysValues = [(empty, empty)] * num_layers
 
@@ -78,12 +78,12 @@ class HeadRunner:
         copy_buffers(before, self.buffers, index)
 
     def __call__(self, method: str, mapping: SlotMapping | None, *inputs: Any) -> Any:
-        """What this method of the body returns, for entries in these slots if it takes any."""
+        """What this method of the network returns, for entries in these slots if it takes any."""
         if mapping is not None and self.buffers and self.capacity < mapping.kv_length:
             self._reallocate(capacity_bucket(max(mapping.kv_length, self.expected_slots)))
         if self.forwards is not None and method != "append_context":
             return self._call_compiled(self.forwards, method, mapping, *inputs)
-        return head_forward(self.body, method, self.rotary, self.buffers, mapping, *inputs)
+        return head_forward(self.network, method, self.rotary, self.buffers, mapping, *inputs)
 
     def _call_compiled(
         self, forwards: CompiledForwards, method: str, mapping: SlotMapping | None, *inputs: Any
@@ -100,7 +100,7 @@ class HeadRunner:
         padded = [with_idle_rows(x, rows) if isinstance(x, torch.Tensor) else x for x in inputs]
         shapes = (tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in padded)
         key = (method, rows, *sizes, *shapes)
-        outputs = forwards.run(head_forward, key, self.body, method, self.rotary, self.buffers, mapping, *padded)
+        outputs = forwards.run(head_forward, key, self.network, method, self.rotary, self.buffers, mapping, *padded)
         return tuple(x if x is None or rows == count else x[:count] for x in outputs)
 
 
@@ -111,7 +111,12 @@ def with_idle_rows(values: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def head_forward(
-    model: Body, method: str, rotary: Rotary, buffers: LayersKeysValues, mapping: SlotMapping | None, *inputs: Any
+    model: HeadNetwork,
+    method: str,
+    rotary: Rotary,
+    buffers: LayersKeysValues,
+    mapping: SlotMapping | None,
+    *inputs: Any,
 ) -> tuple[Any, ...]:
     """A method of the layers over buffers of fixed size; no value in it has to be known before it runs."""
     cache = () if mapping is None else (HeadCache(model.config, rotary, buffers, mapping),)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_specx import DraftHead, SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
-from hf_specx.common.tree import branches_of
+from hf_specx.common.tree import row_tree_of
 from hf_specx.drafting.heads.block import Block
 from hf_specx.drafting.heads.dflash2 import DFlash2
 from hf_specx.drafting.heads.driver import HeadDrafter
@@ -119,8 +119,8 @@ class NodesAligned(Aligned):
         parents = (
             tuple(range(-1, self.draft.lengths[index] - 1)) if done.tree is None else done.tree.parents_of_rows[index]
         )
-        tree, behind = branches_of(parents), dict[tuple[int, ...], torch.Tensor]()
-        for node, (path, rank) in enumerate(zip(tree.paths[1:], tree.ranks, strict=True)):
+        tree, behind = row_tree_of(parents), dict[tuple[int, ...], torch.Tensor]()
+        for node, (path, rank) in enumerate(zip(tree.node_prefixes[1:], tree.ranks, strict=True)):
             before = path[:-1]
             if before not in behind:
                 behind[before] = self.logits(text, states, [drafted[number] for number in before])
@@ -196,17 +196,17 @@ def begun_early(drafter: HeadDrafter, batch: Batch) -> None:
 
 
 def adjusted_early(
-    body: Block, logits: Any, states: Any, previous: torch.Tensor, carried: Any, with_confidence: bool
+    network: Block, logits: Any, states: Any, previous: torch.Tensor, carried: Any, with_confidence: bool
 ) -> Any:
     """Logits are adjusted by the token before the previous one."""
     earlier, inner = carried or (previous, None)
-    logits, inner, confidence = ADJUST(body, logits, states, earlier, inner, with_confidence)
+    logits, inner, confidence = ADJUST(network, logits, states, earlier, inner, with_confidence)
     return logits, (previous, inner), confidence
 
 
 def selected_early(
-    body: DFlash2, logits: Any, states: Any, previous: torch.Tensor, carried: Any, with_confidence: bool
+    network: DFlash2, logits: Any, states: Any, previous: torch.Tensor, carried: Any, with_confidence: bool
 ) -> Any:
     """As `adjusted_early`, of the selector."""
     earlier = previous if carried is None else carried
-    return SELECT(body, logits, states, earlier, None, with_confidence)[0], previous, None
+    return SELECT(network, logits, states, earlier, None, with_confidence)[0], previous, None

@@ -211,7 +211,7 @@ def test_compiled_queues(name: str, traced: None, tmp_path: Path):
 
 
 def swapped(draft: DraftHead) -> None:
-    attention = draft.body.layers[0].self_attn
+    attention = draft.network.layers[0].self_attn
     for part in (attention.q_proj, attention.k_proj, attention.v_proj):
         part.weight = torch.nn.Parameter(part.weight.roll(part.in_features // 2, 1), requires_grad=False)
 
@@ -236,24 +236,24 @@ def rejected_states_kept(drafter: HeadDrafter, done: Round) -> None:
 
 
 def gates_swapped(draft: DraftHead) -> None:
-    gru, size = draft.body.prefix_gru, draft.config.gru_hidden_dim
+    gru, size = draft.network.prefix_gru, draft.config.gru_hidden_dim
     for weight in (gru.weight_ih_l0, gru.weight_hh_l0):
         weight.copy_(torch.cat([weight[size : 2 * size], weight[:size], weight[2 * size :]]))
 
 
 def codebooks_swapped(draft: DraftHead) -> None:
-    selector = draft.body.candidate_selector
+    selector = draft.network.candidate_selector
     books = selector.predecessor_codebook, selector.successor_codebook
     selector.successor_codebook, selector.predecessor_codebook = books
 
 
 def sides_swapped(draft: DraftHead) -> None:
-    for layer in draft.body.layers:
+    for layer in draft.network.layers:
         layer.attention_conv.base_kernel.copy_(layer.attention_conv.base_kernel.flip(0))
 
 
 def one_candidate_more(draft: DraftHead) -> None:
-    draft.body.candidate_selector.top_k += 1
+    draft.network.candidate_selector.top_k += 1
 
 
 def over_borders(states: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
@@ -271,7 +271,7 @@ CONTROLS: dict[str, dict[str, Any]] = {  # of "eagle3", where no other head is s
     "offsets as ids": {"patch": (DraftHead, "ids", property(lambda draft: draft.d2t))},
     "tokens not shifted": {"patch": (HeadDrafter, "shifted_tokens", unshifted)},
     "states for tokens": {
-        "patch": (Eagle, "forward", lambda body, cache, *inputs: FORWARD(body, cache, *inputs[::-1]))
+        "patch": (Eagle, "forward", lambda network, cache, *inputs: FORWARD(network, cache, *inputs[::-1]))
     },
     "own states kept": {"patch": (HeadDrafter, "observe", own_states_kept)},
     "rejected states kept": {"patch": (HeadDrafter, "observe", rejected_states_kept)},

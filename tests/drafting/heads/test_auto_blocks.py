@@ -11,7 +11,7 @@ from tiny import prompts
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch, RowState
-from hf_specx.drafting.auto import TRIAL_ROUNDS, Auto, Costs, RoundTimer
+from hf_specx.drafting.auto import TRIAL_ROUNDS, AutoDraftLength, Costs, RoundTimer
 from hf_specx.engine import run
 
 
@@ -48,9 +48,9 @@ def test_the_step_of_a_block_is_timed_and_leaves_no_trace(kind: str, timed_first
     assert strategy.costs.draft(3) > 0
 
 
-def auto_of(round_timer: RoundTimer) -> Auto:
+def auto_of(round_timer: RoundTimer) -> AutoDraftLength:
     batch = Batch(torch.ones(1, 3, dtype=torch.int64), None, 0, row_states=[RowState(limit=200)])
-    return Auto(round_timer, "greedy", batch, most=round_timer.costs.candidates_per_step)
+    return AutoDraftLength(round_timer, "greedy", batch, most=round_timer.costs.candidates_per_step)
 
 
 def test_a_block_takes_one_step_however_many_of_it_are_judged():

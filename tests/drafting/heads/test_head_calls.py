@@ -279,5 +279,5 @@ def test_states_wait_until_candidates_are_wanted(tmp_path: Path, monkeypatch: py
         wanted = next(changing)
         return [min(wanted, batch.remaining_tokens(row) - 1) for row in batch.rows]
 
-    monkeypatch.setattr("hf_specx.drafting.schedule.Schedule.__call__", lengths)
+    monkeypatch.setattr("hf_specx.drafting.schedule.DraftLengthSchedule.__call__", lengths)
     assert_aligned(head, draft, target, prompts(4), SAMPLED | {"max_new_tokens": 30}, least=40)

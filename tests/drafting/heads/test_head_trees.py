@@ -16,7 +16,7 @@ from tiny import prompts
 from hf_specx import SpeculativeDecoding
 from hf_specx.drafting.heads import driver, levels
 from hf_specx.drafting.heads.layers import SlotMapping
-from hf_specx.models.attention import VisibleNodes
+from hf_specx.models.attention import TreeAttention
 
 
 WINDOW = {"layers": 2, "layer_types": ["sliding_attention", "full_attention"], "window": 4}
@@ -47,16 +47,18 @@ def head_of(name: str, folder: Path) -> tuple[Any, Any, Any]:
 
 def is_comb(tree: Any) -> bool:
     """Whether nothing follows what is not on the chain of first choices."""
-    return not any(
-        row.children[1 + node] for row in tree.rows for node in range(len(row.ranks)) if node not in row.first
-    )
+    for row in tree.rows:
+        others = set(range(len(row.ranks))) - set(row.first_choices)
+        if any(row.node_children[candidate + 1] for candidate in others):
+            return False
+    return True
 
 
 @pytest.mark.parametrize(("rows", "settings", "name"), all_pairs([1, 3], [GREEDY, SAMPLED], KINDS))
 def test_the_text_of_plain(rows: int, settings: dict, name: str, tmp_path: Path):
     _, draft, target = head_of(name, tmp_path)
     strategy = SpeculativeDecoding(draft, num_draft_tokens=3, tree=12)
-    trees, branches = Heard(lambda done: done.tree), Heard(lambda done: done.branches)
+    trees, branches = Heard(lambda done: done.tree), Heard(lambda done: done.accepted_ranks)
     strategy.listeners = (*strategy.listeners, trees, branches)
     assert_plain(target, strategy, prompts(rows), **settings | {"max_new_tokens": 40})
     assert any(any(branch) for of_round in branches for branch in of_round)
@@ -75,10 +77,10 @@ def test_each_node_is_that_of_the_reference(name: str, rows: int, tmp_path: Path
     watch.check(100)
 
 
-def seen_by_siblings(root: torch.Tensor, depths: torch.Tensor, sees: torch.Tensor) -> VisibleNodes:
+def seen_by_siblings(root_slots: torch.Tensor, node_depths: torch.Tensor, node_mask: torch.Tensor) -> TreeAttention:
     """Wrong: a node sees all that stand before it."""
-    numbers = torch.arange(sees.shape[2])
-    return VisibleNodes(root, depths, (numbers <= numbers[-sees.shape[1] :, None]).expand_as(sees))
+    nodes = torch.arange(node_mask.shape[2])
+    return TreeAttention(root_slots, node_depths, (nodes <= nodes[-node_mask.shape[1] :, None]).expand_as(node_mask))
 
 
 def positions_by_slot(slots: torch.Tensor, positions: torch.Tensor, *others: Any, **named: Any) -> SlotMapping:
@@ -89,11 +91,11 @@ def positions_by_slot(slots: torch.Tensor, positions: torch.Tensor, *others: Any
 def behind_the_first(*shape: Any, right: Any = levels.levels_of) -> Any:
     """Wrong: a node goes on with the state of the first one of the level before."""
     of_shape, order = right(*shape)
-    return [level._replace(parents=level.parents * 0) for level in of_shape], order
+    return [level._replace(fed_parents=level.fed_parents * 0) for level in of_shape], order
 
 
 FAULTS = {
-    "a node sees its sibling": (driver, "VisibleNodes", seen_by_siblings),
+    "a node sees its sibling": (driver, "TreeAttention", seen_by_siblings),
     "a position by slot": (driver, "SlotMapping", positions_by_slot),
     "the state of another parent": (levels, "levels_of", behind_the_first),
 }

@@ -71,7 +71,7 @@ def in_pairs(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def trained(head: TinyHead, folder: Path) -> TinyHead:
     """The head with weights that it has learned."""
     draft = taught(loaded(replace(head, form="speculators"), folder, taught_target(BACK)), BACK, passes=40)
-    return replace(head, weights={name.removeprefix("body."): x for name, x in draft.state_dict().items()})
+    return replace(head, weights={name.removeprefix("network."): x for name, x in draft.state_dict().items()})
 
 
 @pytest.mark.slow

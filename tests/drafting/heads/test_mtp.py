@@ -19,7 +19,7 @@ import hf_specx
 from hf_specx import MtpDraft, Request, SpeculativeDecoding
 from hf_specx.drafting.heads import driver
 from hf_specx.drafting.heads.mtp import read_layers
-from hf_specx.drafting.schedule import Schedule
+from hf_specx.drafting.schedule import DraftLengthSchedule
 
 
 NEW = 24
@@ -143,7 +143,9 @@ def test_states_that_wait_are_taken_up_in_pieces(tmp_path: Path, monkeypatch, na
     for most in (1, 10**6):
         monkeypatch.setattr(driver, "MOST_PENDING", most)
         changing = itertools.chain([0] * 9 + [layers, 0, 0, 0], itertools.repeat(layers))
-        monkeypatch.setattr(Schedule, "__call__", lambda self, batch, to=changing: [next(to)] * len(batch.rows))
+        monkeypatch.setattr(
+            DraftLengthSchedule, "__call__", lambda self, batch, to=changing: [next(to)] * len(batch.rows)
+        )
         strategy, rounds = (
             SpeculativeDecoding(MtpDraft(), num_draft_tokens=layers),
             Heard(lambda done: done.draft.tokens),

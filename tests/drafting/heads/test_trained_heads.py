@@ -30,7 +30,11 @@ WRONG: dict[str, dict[str, tuple[Any, str, Any]]] = {
     },
     "eagle3": {
         "tokens not shifted": (HeadDrafter, "shifted_tokens", unshifted),
-        "states for tokens": (Eagle, "forward", lambda body, cache, *inputs: FORWARD(body, cache, *inputs[::-1])),
+        "states for tokens": (
+            Eagle,
+            "forward",
+            lambda network, cache, *inputs: FORWARD(network, cache, *inputs[::-1]),
+        ),
     },
 }
 

@@ -1,4 +1,4 @@
-"""`Body`: what the layers of every kind of head do in a round, in tensors alone, so that torch can compile them."""
+"""`HeadNetwork`: what the layers of any kind of head do in a round, in tensors alone, so that torch compiles them."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ StepOutput = tuple[torch.Tensor, Any]  # normed states [R, n, H] of n candidates
 AdjustedLogits = tuple[torch.Tensor, Any, torch.Tensor | None]  # logits, the carried state, confidences
 
 
-class Body(nn.Module):
+class HeadNetwork(nn.Module):
     """The layers of a head, without its embedding and its output, which may be the target's.
 
     It is to a `DraftHead` what `LlamaModel` is to `LlamaForCausalLM`.
@@ -30,7 +30,7 @@ class Body(nn.Module):
     drafts_block = False  # whether the draft entries are a block: the last token and masks, which see each other
     adjusts_logits = False  # whether `adjust_logits` changes anything
     embeds_previous_token = False  # whether `adjust_logits` is given the previous token embedded, [R, 1, H]
-    drafts_levels = False  # whether `next_step` takes several entries of a row, which are candidates of a tree
+    grows_trees = False  # whether `next_step` takes several entries of a row, which are candidates of a tree
     has_attention = True  # whether it attends to earlier entries
     config: HeadConfig
 

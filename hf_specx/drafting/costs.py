@@ -1,0 +1,227 @@
+"""`Costs`: what "auto" has learned from calls of a strategy: seconds of forwards and of rounds, and acceptance."""
+
+import copy
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .forward_times import ForwardTimes, on_grid, time_forwards
+from .trees import RankEstimate
+
+
+MAX_DRAFT_TOKENS = 20  # the largest number of candidates that is considered
+PRIOR_ALPHA = 0.7  # acceptance assumed before any was seen
+PRIOR_WEIGHT = 4.0  # candidates that an assumption counts for: `PRIOR_ALPHA`, and at each depth the mean of all depths
+ALPHA_MEMORY = 100  # candidates that the acceptance of all earlier calls counts for when a call is added
+MIN_SAMPLES = 4  # rounds of a size before their time is used
+ROUNDS_PER_TIMING = 400  # rounds with candidates that pay for timing forwards, which takes as long as some 20 of them
+
+
+def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
+    """Expected tokens of a round, (1 - α^(γ+1)) / (1 - α); Equation 1 of Leviathan et al. 2022."""
+    if alpha >= 1:
+        return float(num_draft_tokens + 1)
+    return (1 - alpha ** (num_draft_tokens + 1)) / (1 - alpha)
+
+
+@dataclass(eq=False, repr=False)
+class Costs:
+    """What "auto" knows from earlier calls; a strategy keeps it as `strategy.costs`.
+
+    With the same costs and seed, two processes draft the same numbers under token and block verification.
+
+    Attributes:
+        table: seconds of bare forwards by batch size: {"target": {query length: seconds}, "draft": seconds}.
+        alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were: the
+            `conditional_acceptance` of reports.
+        rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
+        rank_estimates: by verification, which of the draft's choices the target has taken; not saved.
+        trial_budget: the time, in plain steps, that later calls may lose by trying a draft that does not pay.
+        clock: gives seconds; time is read nowhere else.
+        measured: all rows of the table that were timed, by batch size; `prepare` takes them, and times no size again.
+        assumed: batch sizes whose row is assumed by the models' sizes, and not timed yet.
+        timing_budget: rounds with candidates since a row was timed; `ROUNDS_PER_TIMING` of them pay for the next.
+        candidates_per_step: candidates that a draft step finds, at most: more than 1 for a head that drafts a block.
+    """
+
+    table: dict[int, ForwardTimes] = field(default_factory=dict)
+    alpha: dict[str, float] = field(default_factory=dict)
+    rounds: dict[int, dict[int, float]] = field(default_factory=dict)
+    rank_estimates: dict[str, RankEstimate] = field(default_factory=dict)
+    trial_budget: float = 0.0
+    clock: Callable[[], float] = field(default=time.perf_counter, kw_only=True)
+    measured: dict[int, ForwardTimes] = field(default_factory=dict, kw_only=True)
+    assumed: set[int] = field(default_factory=set, kw_only=True)
+    timing_budget: int = field(default=0, kw_only=True)
+    candidates_per_step: int = field(default=1, kw_only=True)
+
+    def __repr__(self) -> str:
+        """Batch sizes that were timed, and acceptance so far."""
+        alpha = ", ".join(f"{verification}: {value:.3f}" for verification, value in self.alpha.items())
+        return f"Costs(batch sizes {sorted(self.table.keys() - self.assumed)}, acceptance {{{alpha}}})"
+
+    def knows(self, batch: int) -> bool:
+        """Whether times were measured for a batch size."""
+        return batch in self.table and batch not in self.assumed
+
+    def target(self, batch: int, query_length: float) -> float:
+        """T_t(B, q) in seconds, on a line between measured query lengths.
+
+        For other batch sizes it is that of a forward of the nearest one with equally many tokens in all.
+        """
+        nearest = self._nearest(batch)
+        points = sorted(self.table[nearest]["target"].items())
+        return _interpolate(points, query_length * batch / nearest)
+
+    def draft(self, batch: int) -> float:
+        """T_d(B, 1) in seconds; for other batch sizes than the measured ones it grows as the target's."""
+        nearest = self._nearest(batch)
+        return self.table[nearest]["draft"] * self.target(batch, 1) / self.target(nearest, 1)
+
+    def num_steps(self, num_candidates: int) -> int:
+        """How many steps of the draft find so many candidates."""
+        return math.ceil(num_candidates / self.candidates_per_step)
+
+    def drafting(self, batch: int, num_candidates: int) -> float:
+        """γ T_d(B, 1), or T_d for a block: what the draft takes to find so many candidates."""
+        return self.num_steps(num_candidates) * self.draft(batch)
+
+    def forwards(self, batch: int, num_draft_tokens: int) -> float:
+        """T_t(B, γ+1) + γ T_d(B, 1): the forwards of a round; those of a head that drafts a block take one T_d."""
+        return self.target(batch, num_draft_tokens + 1) + self.drafting(batch, num_draft_tokens)
+
+    def _nearest(self, batch: int) -> int:
+        return min(self.table, key=lambda size: abs(math.log(size / batch)))
+
+    def cost_coefficient(self, batch: int) -> float:
+        """c, the time of a draft step over that of a target step."""
+        return self.draft(batch) / self.target(batch, 1)
+
+    def forward_limited_speedup(self, batch: int, tokens_per_round: float, num_draft_tokens: int) -> float:
+        """Ê T_t(B, 1) / (T_t(B, γ+1) + γ T_d(B, 1)): Theorem 3.8 without its assumption on the larger forward."""
+        return tokens_per_round * self.target(batch, 1) / self.forwards(batch, num_draft_tokens)
+
+    def best_num_draft_tokens(self, batch: int, verification: str, limit: int | None = None) -> int:
+        """The γ, from 1 to `limit`, with the largest `forward_limited_speedup` for a whole call.
+
+        "auto" chooses each round.
+        """
+        alpha = self.alpha.get(verification, PRIOR_ALPHA)
+        numbers = range(1, min(MAX_DRAFT_TOKENS, limit or MAX_DRAFT_TOKENS) + 1)
+        return max(numbers, key=lambda g: self.forward_limited_speedup(batch, expected_tokens(alpha, g), g))
+
+    def prepare(
+        self,
+        batch: int,
+        target: Callable[[int], object],
+        draft: Callable[[int], object],
+        assumed: ForwardTimes | None = None,
+    ) -> None:
+        """Have the times of forwards of batch size B before a call goes by them.
+
+        Args:
+            batch: B.
+            target, draft: as for `measure`.
+            assumed: the times until earlier calls pay for timing; None times them at once.
+        """
+        if self.knows(batch):
+            return
+        if batch in self.measured:
+            self._set_row(batch, self.measured[batch])
+        elif assumed is None:
+            self.measure(batch, target, draft)
+        elif self.timing_budget >= ROUNDS_PER_TIMING:
+            self.timing_budget -= ROUNDS_PER_TIMING
+            self.measure(batch, target, draft)
+        elif batch not in self.table:
+            self.table[batch] = assumed
+            self.assumed.add(batch)
+
+    def measure(self, batch: int, target: Callable[[int], object], draft: Callable[[int], object]) -> None:
+        """Time the forwards of batch size B by 15 of the target and 30 draft steps.
+
+        Args:
+            batch: B.
+            target, draft: run one forward of so many tokens of each row, and wait for it.
+        """
+        self._set_row(batch, time_forwards(self.clock, target, draft))
+
+    def _set_row(self, batch: int, row: ForwardTimes) -> None:
+        self.table[batch] = row
+        self.measured[batch] = row
+        self.assumed.discard(batch)
+
+    def remember(self, verification: str, alpha: float, judged: float, rounds: int = 0) -> None:
+        """Add the acceptance `alpha` of a call, seen at `judged` candidates, and how many `rounds` had candidates."""
+        self.timing_budget += rounds
+        if judged:
+            old = self.alpha.get(verification, PRIOR_ALPHA)
+            weight = ALPHA_MEMORY if verification in self.alpha else PRIOR_WEIGHT
+            self.alpha[verification] = old + (alpha - old) * judged / (judged + weight)
+
+    def remember_rounds(self, samples: Mapping[tuple[int, int], Sequence[float]]) -> None:
+        """Add how long the rounds of a call took: seconds, by batch size and number of candidates.
+
+        A time from earlier calls moves halfway, so that no call decides alone. After a call with candidates those of
+        other numbers of candidates are dropped; the time of plain steps is kept.
+        """
+        medians: dict[int, dict[int, float]] = {}
+        for (batch, number), seconds in samples.items():
+            if len(seconds) >= MIN_SAMPLES:
+                medians.setdefault(batch, {})[number] = statistics.median(seconds)
+        for batch, times in medians.items():
+            earlier = self.rounds.get(batch, {})
+            has_drafted = any(times)
+            remembered = {number: before for number, before in earlier.items() if number == 0 or not has_drafted}
+            for number, median in times.items():
+                remembered[number] = on_grid(math.sqrt(earlier.get(number, median) * median))
+            self.rounds[batch] = remembered
+
+    def apart(self) -> "Costs":
+        """A copy, which learns from its own calls alone."""
+        rounds = {batch: dict(times) for batch, times in self.rounds.copy().items()}  # another thread may add to it
+        return Costs(
+            dict(self.table),
+            dict(self.alpha),
+            rounds,
+            copy.deepcopy(self.rank_estimates),
+            trial_budget=self.trial_budget,
+            clock=self.clock,
+            assumed=set(self.assumed),
+            candidates_per_step=self.candidates_per_step,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values with strings as keys, as JSON has them."""
+        table = {batch: row for batch, row in self.table.items() if batch not in self.assumed}
+        values = {"table": table, "alpha": self.alpha, "rounds": self.rounds}
+        plain: dict[str, Any] = json.loads(json.dumps(values))
+        return plain
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Costs":
+        """The inverse of `to_dict`, with a clock of its own."""
+
+        def numbered(times: dict[str, Any]) -> dict[int, float]:
+            return {int(number): float(seconds) for number, seconds in times.items()}
+
+        table: dict[int, ForwardTimes] = {}
+        for batch, row in values["table"].items():
+            table[int(batch)] = {"target": numbered(row["target"]), "draft": float(row["draft"])}
+        rounds = {int(batch): numbered(times) for batch, times in values.get("rounds", {}).items()}
+        return cls(table, dict(values["alpha"]), rounds)
+
+
+def _interpolate(points: list[tuple[int, float]], x: float) -> float:
+    """The value at x, linear between and beyond known points; below the first at least in proportion to x."""
+    for (q0, t0), (q1, t1) in itertools.pairwise(points):
+        if x <= q1:
+            value = t0 + (t1 - t0) * (x - q0) / (q1 - q0)
+            return value if x >= q0 else min(t0, max(value, t0 * x / q0))
+    (q0, t0), (q1, t1) = points[-2:]
+    return t1 + max(0.0, (t1 - t0) / (q1 - q0)) * (x - q1)
