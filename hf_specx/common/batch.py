@@ -7,7 +7,7 @@ import copy
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -232,54 +232,42 @@ class Batch:
             stopping: a `Stopping`, which cuts tokens behind a stop and says which rows have ended.
             forward, scores: the target's, for the record.
         """
-        rows, tree, path_nodes, chain = self.rows, self.tree, verdict.path_nodes, draft.first_choices()
+        rows, tree = self.rows, self.tree
         emitted_before = [self.counts[row] for row in rows]
         tokens = _with_next_token(draft, verdict)  # [R, K + 1]
         stop_flags = stopping.stop_flags(self, tokens, verdict.accepted)
-        figures = verdict.acceptance, verdict.overlap, verdict.undefined
-        read_nodes = tokens[:, :0] if path_nodes is None else path_nodes
-        # the round waits for the device here alone, so all that is read back goes in one transfer
-        ids, accepted, acceptance, overlap, undefined, stop_flag_lists, path_lists = _as_lists(
-            tokens, verdict.accepted[:, None], *figures, stop_flags, read_nodes
-        )
-        num_accepted = [number for (number,) in accepted]
-        accepted_candidates = [list(range(number)) for number in num_accepted]
-        if path_nodes is not None:
-            pairs = zip(path_lists, num_accepted, strict=True)
-            accepted_candidates = [[node - 1 for node in path[1 : 1 + number]] for path, number in pairs]
-            forward = forward.at_nodes(path_nodes)
-            scores = None if scores is None else at_nodes(scores, path_nodes)
-        num_new_tokens = [number + 1 for number in num_accepted]
+        host = _read_back(tokens, verdict, stop_flags)
+        num_new_tokens = [number + 1 for number in host.accepted]
         if self.lockstep:
-            num_new_tokens = [min(num_new_tokens)] * len(num_new_tokens)
-        num_to_emit = stopping.cut_at_stops(self, ids, num_new_tokens, stop_flag_lists)
-        self.emit(tokens, num_to_emit, ids)
+            num_new_tokens = [min(num_new_tokens)] * len(rows)
+        num_to_emit = stopping.cut_at_stops(self, host.tokens, num_new_tokens, host.stop_flags)
+        self.emit(tokens, num_to_emit, host.tokens)
         ended = stopping.cut_ended_rows(self)
-        new_tokens = [
-            self.row_states[row].emitted_ids[count:] for row, count in zip(rows, emitted_before, strict=True)
-        ]
-        lengths = chain.lengths
-        done = Round(
+        emitted_ids = []
+        for row, before in zip(rows, emitted_before, strict=True):
+            emitted_ids.append(self.row_states[row].emitted_ids[before:])
+        if verdict.path_nodes is not None:  # of a tree the record has the branch that was taken
+            forward = forward.at_nodes(verdict.path_nodes)
+            scores = None if scores is None else at_nodes(scores, verdict.path_nodes)
+        chain = draft.first_choices()
+        return Round(
             batch=self,
             rows=rows,
             draft=chain,
             emitted_before=emitted_before,
-            emitted=list(map(len, new_tokens)),
-            tokens=new_tokens,
-            accepted=num_accepted,
-            judged=[],
+            emitted=list(map(len, emitted_ids)),
+            tokens=emitted_ids,
+            accepted=host.accepted,
             num_new_tokens=num_new_tokens,
-            acceptance=[chances[:length] for chances, length in zip(acceptance, lengths, strict=True)],
-            overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
-            undefined=[flags.index(True) if True in flags else len(flags) for flags in undefined],
+            acceptance=[of_row[:length] for of_row, length in zip(host.acceptance, chain.lengths, strict=True)],
+            overlap=[of_row[:length] for of_row, length in zip(host.overlap, chain.lengths, strict=True)],
+            undefined=[flags.index(True) if True in flags else len(flags) for flags in host.undefined],
             ended=ended,
             forward=forward,
             scores=scores,
             tree=tree,
-            accepted_candidates=accepted_candidates,
+            accepted_candidates=host.accepted_candidates,
         )
-        done.judged = [min(number + 1, length) for number, length in zip(done.accepted_in_chain, lengths, strict=True)]
-        return done
 
     def emit(self, tokens: torch.Tensor, num_to_emit: list[int], ids: list[list[int]] | None = None) -> None:
         """Emit the first `num_to_emit` [R] of tokens [R, n]; `ids` are the same as lists, if they were read back."""
@@ -383,10 +371,11 @@ class Batch:
 
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded after each row's end: [B, L + columns]."""
-        text = self.prefix(columns)
+        sequences = self.prefix(columns)
         # candidates that were drafted and not judged may stand after the end of a row
-        ends = self.width + torch.tensor(self.counts, device=text.device)
-        return text.masked_fill(torch.arange(text.shape[1], device=text.device) >= ends[:, None], self.pad_token_id)
+        ends = self.width + torch.tensor(self.counts, device=sequences.device)
+        index = torch.arange(sequences.shape[1], device=sequences.device)
+        return sequences.masked_fill(index >= ends[:, None], self.pad_token_id)
 
 
 def _with_next_token(draft: Draft, verdict: Verdict) -> torch.Tensor:
@@ -397,6 +386,45 @@ def _with_next_token(draft: Draft, verdict: Verdict) -> torch.Tensor:
     if verdict.path_nodes is not None:
         candidates = at_nodes(torch.nn.functional.pad(candidates, (1, 0)), verdict.path_nodes)[:, 1:]
     return torch.nn.functional.pad(candidates, (0, 1)).scatter(1, verdict.accepted[:, None], next_token)
+
+
+class HostVerdict(NamedTuple):
+    """What a round reads back from the device, with an entry for each of the R rows.
+
+    Attributes:
+        tokens: ids [K + 1], of which the accepted ones and the next are new.
+        accepted, acceptance, overlap, undefined: as in `Verdict`.
+        stop_flags: as `Stopping.stop_flags` gives them.
+        accepted_candidates: the numbers of these in the draft.
+    """
+
+    tokens: list[list[int]]
+    accepted: list[int]
+    acceptance: list[list[float]]
+    overlap: list[list[float]]
+    undefined: list[list[bool]]
+    stop_flags: list[list[bool]]
+    accepted_candidates: list[list[int]]
+
+
+def _read_back(tokens: torch.Tensor, verdict: Verdict, stop_flags: torch.Tensor) -> HostVerdict:
+    """A verdict as lists. A round waits for the device here alone, so that all goes in one transfer.
+
+    Args:
+        tokens: [R, K + 1], as in `HostVerdict`.
+        stop_flags: [R, n] bool.
+    """
+    path_nodes = tokens[:, :0] if verdict.path_nodes is None else verdict.path_nodes
+    figures = verdict.acceptance, verdict.overlap, verdict.undefined
+    ids, numbers_accepted, acceptance, overlap, undefined, flags, paths = _as_lists(
+        tokens, verdict.accepted[:, None], *figures, stop_flags, path_nodes
+    )
+    accepted = [number for (number,) in numbers_accepted]
+    accepted_candidates = [list(range(number)) for number in accepted]
+    if verdict.path_nodes is not None:
+        pairs = zip(paths, accepted, strict=True)
+        accepted_candidates = [[node - 1 for node in path[1 : 1 + number]] for path, number in pairs]
+    return HostVerdict(ids, accepted, acceptance, overlap, undefined, flags, accepted_candidates)
 
 
 def _as_lists(*parts: torch.Tensor) -> list[list[list[Any]]]:

@@ -201,14 +201,16 @@ class SuffixDraft(Drafter):
         if not any(num_candidates):
             return no_candidates(batch)
         columns = [list(column) for column in zip_longest(*candidates, fillvalue=0)]
-        estimate = [of_row[:number] for of_row, number in zip(chances, num_candidates, strict=True)]
+        acceptance = [of_row[:number] for of_row, number in zip(chances, num_candidates, strict=True)]
         tokens = to_device_async(columns, batch.ids.device).T
         parents = None
         if self.tree_shapes is not None:
             parents = [tuple(match.parents[:number]) for match, number in zip(matches, num_candidates, strict=True)]
             if all(of_row == tuple(range(-1, len(of_row) - 1)) for of_row in parents):
                 parents = None  # chains, which forced tokens may follow
-        return Draft(tokens, num_candidates, None, "suffix", estimate=estimate, host_tokens=columns, parents=parents)
+        return Draft(
+            tokens, num_candidates, None, "suffix", acceptance=acceptance, host_tokens=columns, parents=parents
+        )
 
     def _best(self, chances: list[list[float]]) -> int:
         """The number of candidates with the most tokens a second, by the chances of each row's to be kept."""

@@ -151,14 +151,14 @@ class RequestQueue:
         self,
         request: PreparedRequest,
         tokens: list[int],
-        text: torch.Tensor,
+        input_ids: torch.Tensor,
         logprobs: Sequence[tuple[float, float]] = (),
     ) -> None:
-        """Complete a request that has ended, with new tokens that are the end of its text [1, L]."""
+        """Complete a request that has ended, with new tokens that are the end of input_ids [1, L]."""
         processed = [of_processed for of_processed, _ in logprobs] if self.logprobs else None
         raw = [of_model for _, of_model in logprobs] if self.logprobs else None
-        reason = "length" if request.stopping.ended_by_limit(text, tokens) else "stop"
-        if reason == "stop" and request.is_cancelled() and not request.stopping.stops(text, tokens):
+        reason = "length" if request.stopping.ended_by_limit(input_ids, tokens) else "stop"
+        if reason == "stop" and request.is_cancelled() and not request.stopping.stops(input_ids, tokens):
             reason = "cancelled"
         self.completed.append(Completion(request.index, tokens, reason, processed, raw))
 

@@ -335,13 +335,13 @@ class Run:
     def output(self) -> Any:
         """What `generate` returns: the text [B, L + N], or an output with the report; a user's cache is filled."""
         prompt, columns = self.call.prompt, self.stopping.num_output_columns(self.batch)
-        text = self.batch.output(columns)
+        sequences = self.batch.output(columns)
         past = self.target.past_key_values(self.batch, columns) if prompt.returns_cache else None
         if getattr(prompt.past, "_is_user_defined", False):  # it was read alone before
             past = write_user_cache(prompt.past, past)
         if self.outputs is None:
-            return text
-        return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, self.report)
+            return sequences
+        return self.outputs.finish(sequences, columns, past, prompt.model.config.is_encoder_decoder, self.report)
 
 
 def most_nodes(call: Call) -> int:

@@ -416,7 +416,7 @@ class RequestStopping(Stopping):
         for index, (row, number) in enumerate(zip(batch.rows, num_new, strict=True)):
             criteria = batch.row_states[row].stopping.criteria
             if criteria:
-                text, count = batch.row_view(row), batch.counts[row]
+                row_view, count = batch.row_view(row), batch.counts[row]
                 for position in range(number):
-                    stops[index, position] = criteria(text.prefix(count + position + 1), None)[0]
+                    stops[index, position] = criteria(row_view.prefix(count + position + 1), None)[0]
         return stops

@@ -161,16 +161,16 @@ class Stopping:
                 batch.truncate(row, end)
         return ended
 
-    def ended_by_limit(self, text: torch.Tensor, tokens: list[int]) -> bool:
-        """Whether a row with text [1, L] and these emitted tokens ended because of its length alone."""
+    def ended_by_limit(self, input_ids: torch.Tensor, tokens: list[int]) -> bool:
+        """Whether a row of input_ids [1, L] and these emitted tokens ended because of its length alone."""
         if len(tokens) < self.max_new_tokens or tokens[-1] in self.eos_token_ids:
             return False
-        return not (self.criteria and self.criteria(text, None).item())
+        return not (self.criteria and self.criteria(input_ids, None).item())
 
-    def stops(self, text: torch.Tensor, tokens: list[int]) -> bool:
-        """Whether the one row of text [1, L] that has emitted these tokens is at an end token or another criterion."""
+    def stops(self, input_ids: torch.Tensor, tokens: list[int]) -> bool:
+        """Whether a row of input_ids [1, L] and these emitted tokens is at an end token or another criterion."""
         ends = tokens[-1] in self.eos_token_ids
-        return ends or bool(self.criteria and self.criteria(text, None).item())
+        return ends or bool(self.criteria and self.criteria(input_ids, None).item())
 
     def num_final_tokens(self, batch: Batch) -> list[int]:
         """How many of its emitted tokens are certain to be in the output, for each row [B].
