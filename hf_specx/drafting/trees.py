@@ -26,7 +26,7 @@ TreeKind = Literal["comb", "full"]
 COMPILED_NODES = (7, 15, 31, 63)  # of which torch compiles few forwards
 MOST_RANKS = 16  # choices at one place
 PRIOR = (0.7, 0.14, 0.05, 0.025)  # chances of ranks before any were seen; those of later ones are halved each time
-PRIOR_WEIGHT = 8.0  # nodes that this is worth, always
+PRIOR_NODES = 8.0  # nodes that count for the prior, always
 LEAST_GAIN = 1.02  # a tree is taken if it promises so many times the chain's tokens a second
 ROUNDS_OF_A_SHAPE = 8  # after which ranks and times are looked at again
 FORGET = 0.98  # factor on the weight of what was seen before, where more is tried
@@ -98,7 +98,7 @@ class RankEstimate:
         priors = [*PRIOR, *(PRIOR[-1] / 2**n for n in range(1, 1 + MOST_RANKS - len(PRIOR)))]
         priors[1:] = [prior / (1 - PRIOR[0]) for prior in priors[1:]]  # where the first choice is wrong
         counts = zip(priors, self.hits, self.tries, strict=True)
-        first, *others = ((hits + PRIOR_WEIGHT * prior) / (tries + PRIOR_WEIGHT) for prior, hits, tries in counts)
+        first, *others = ((hits + PRIOR_NODES * prior) / (tries + PRIOR_NODES) for prior, hits, tries in counts)
         return tuple(itertools.accumulate([first, *((1 - first) * other for other in others)], min))
 
 
