@@ -13,7 +13,7 @@ fi
 # its older huggingface_hub does not read offline; nor the law by the loop of plain `generate`, of which the greedy text is enough
 PYTHONPATH="$folder" python -m pytest --numprocesses 2 --durations 5 \
     -k "not single_steps and not a_draft_elsewhere and not in_the_cache_of_the_call and not come_from_elsewhere and not loop_law and not sampled_law" "$@" \
-    tests/house/test_host_contract*.py \
+    tests/house/test_transformers_contract*.py \
     tests/generate/test_equality.py tests/generate/test_behaviours*.py tests/sampling/test_processors.py \
     tests/sampling/test_stopping.py tests/drafting/test_candidates.py tests/models/test_encoder_decoder.py \
     tests/models/test_choose.py tests/hub/test_find_draft.py tests/pairs/test_pair_loading.py \

@@ -169,7 +169,8 @@ def time_of(case: Case, models: dict[str, Any]) -> tuple[float, int, int]:
         models[key] = SpeculativeDecoding(draft, num_draft_tokens=case["number"], compile=case["compile"])
     strategy = models[key]
     ids = prompts_of(case, target.config.vocab_size)
-    options = {"pad_token_id": 0, "eos_token_id": None, "do_sample": True, "top_k": 0, "max_new_tokens": SPEED_TOKENS}
+    options: Any = {"pad_token_id": 0, "eos_token_id": None, "do_sample": True, "top_k": 0}
+    options["max_new_tokens"] = SPEED_TOKENS
     if work == "JSON":
         options["logits_processor"] = [json_processor(models)]
     torch.manual_seed(case["seed"])

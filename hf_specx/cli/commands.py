@@ -24,7 +24,7 @@ from .tune import tune
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None)
-export = typer.Typer(help="Serve a pair with another program, for more than one process can do.")
+export = typer.Typer(help="Print the command by which another program serves a pair.")
 for body in (generate, serve, bench, tune, distill, check, card, publish):
     app.command()(body)
 app.command("lm-eval", context_settings=AS_TYPED)(lm_eval)

@@ -15,11 +15,11 @@ from hf_specx.common.errors import require
 from hf_specx.common.wrappers import label_of
 from hf_specx.hub.cards import embedded_card, embedded_config, render
 from hf_specx.hub.fetch import find_draft_files, find_files, get_files, get_pair
-from hf_specx.hub.flatten import ENTRY
+from hf_specx.hub.flatten import ENTRY_MODULE
 from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
-from hf_specx.hub.publish import CODE, WritePair, loaded_pair, pair_as_it_is, reference_to
+from hf_specx.hub.publish import CODE_FOLDER, WritePair, loaded_pair, pair_as_it_is, reference_to
 from hf_specx.hub.quantize import quantization_config
 from hf_specx.pairs.pair import DraftTargetPair
 
@@ -184,7 +184,7 @@ def card_of(named: str, repo_id: str | None) -> str:
     if is_embedded(name):
         return embedded_card()
     config, folder = config_of(named), Path(name)
-    code = get_files(name, revision, [f"{ENTRY}.py"], CODE).root / CODE / f"{ENTRY}.py"
+    code = get_files(name, revision, [f"{ENTRY_MODULE}.py"], CODE_FOLDER).root / CODE_FOLDER / f"{ENTRY_MODULE}.py"
     if repo_id is None:
         repo_id = folder.resolve().name if folder.is_dir() else name
     return render(config, repo_id, code.is_file())

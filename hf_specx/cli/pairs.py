@@ -7,30 +7,33 @@ import typer
 
 from hf_specx.common.drafts import split_revision
 from hf_specx.common.errors import require
-from hf_specx.hub.folders import OF_CARD, check_folder, check_out, check_repository, check_writable
+from hf_specx.hub.folders import PAIR_CARD_MARKER, check_folder, check_out, check_repository, check_writable
 from hf_specx.hub.known_pairs import EMBEDDED, is_embedded
 
 from .console import imports, say, waiting_for
 from .options import AT, Overwrite, Trust, check_name, command
 
 
-HELP_NAME = f"Id ({AT}) or folder of a pair; {EMBEDDED} is that in the package."
+HELP_NAME = f"Id ({AT}) or folder of a pair; {EMBEDDED} is the pair in the package."
 HELP_REPOSITORY = "Repository, owner/name, perhaps with @ and a branch; what is not there is made."
-HELP_CARD_OUT = "Write the card to this file; else it is printed."
-HELP_PUBLISH_OUT = "Write the repository to this folder; upload nothing."
+HELP_CARD_ID = "Id that a pair in a folder will have on the Hub, by which the card loads it; else the folder's name."
+HELP_CARD_OUT = "File that the card is written to; else it is printed."
+HELP_PUBLISH_OUT = "Folder that the repository is written to; nothing is uploaded then."
 HELP_PRIVATE = "Make the repository private; one that is there has to be so already."
-HELP_INSIDE = "Upload the weights also of models that the pair names by id."
-HELP_CODE = "Publish the code alone, for any two models: publish --code REPO, or --code --out FOLDER."
-HELP_CODE_ONLY = "Renew the code that a published pair carries, and nothing else: publish --code-only PAIR."
+HELP_INSIDE = "Also copy the weights of models that the pair names by id."
+HELP_CODE = "Publish code without models, which serves any two: publish --code REPO, or --code --out FOLDER."
+HELP_CODE_ONLY = (
+    "Renew the code that PAIR, a published one, or a repository of code carries; nothing else of it changes."
+)
 
 
 @command
 def card(
     name: Annotated[str | None, typer.Argument(help=HELP_NAME)] = None,
-    repo_id: Annotated[str | None, typer.Argument(help="The id that a folder is to have on the Hub.")] = None,
+    repo_id: Annotated[str | None, typer.Argument(help=HELP_CARD_ID)] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help=HELP_CARD_OUT)] = None,
 ) -> None:
-    """Render a pair's model card from its config: facts that were checked, figures that were measured.
+    """Print the model card of a pair, or write it to a file: facts that were checked, figures that were measured.
 
     Without a name, print the name of the pair in the package.
     """
@@ -40,7 +43,7 @@ def card(
         )
         typer.echo(EMBEDDED)
     else:
-        check_out(out, OF_CARD)
+        check_out(out, PAIR_CARD_MARKER)
         check_pair_name(name, repo_id)
         with imports():
             from .loading import card_of
@@ -78,19 +81,22 @@ def publish(
 ) -> None:
     """Publish a pair as a model repository that works without this package installed.
 
-    It gets the models, or their ids and commits, the model card, and the code in custom_generate/. Of an earlier pair
-    there nothing is left: weights, json, txt, py and the like at the root, in draft/ and custom_generate/ are deleted.
-    A README.md that is not a pair's stays.
+    It gets the models, or their ids and commits, the model card, and the code in custom_generate/. An earlier pair in
+    the repository is replaced: weights, json, txt, py and the like at its root, in draft/ and custom_generate/ are
+    deleted. A README.md that is not the card of a pair stays.
     """
     if code or code_only:
-        require(not (code and code_only), "--code and --code-only are two things; give one of them.")
+        require(
+            not (code and code_only),
+            "--code publishes new code, and --code-only renews what is there; give one of them.",
+        )
         options = {"--inside": inside, "--trust-remote-code": trust_remote_code, "--overwrite": overwrite}
         unused = [name for name, value in options.items() if value]
         require(not unused, f"{''.join(unused[:1])} is for the models of a pair, and code has none; leave it out.")
         if code:
-            code_alone(pair, repo_id, out, private)
+            publish_code_of(pair, repo_id, out, private)
         else:
-            renewed_code(pair, repo_id or out or ("--private" if private else None))
+            renew_code_of(pair, repo_id or out or ("--private" if private else None))
         return
     if pair is None:
         raise ValueError("name a pair, as in specx publish my-pair org/name; or see --code, which needs none.")
@@ -124,9 +130,9 @@ def publish(
     say(f"{outcome} with the code of hf_specx {code_version()}: {models}")
 
 
-def code_alone(repo_id: str | None, more: str | None, out: Path | None, private: bool) -> None:
-    """Publish the code alone to a repository, or write it into a folder."""
-    require(more is None, f"--code takes a repository alone, and no pair; leave {more} out.")
+def publish_code_of(repo_id: str | None, more: str | None, out: Path | None, private: bool) -> None:
+    """Publish code without models to a repository, or write it into a folder; `more` is a second argument."""
+    require(more is None, f"--code takes one repository, and no pair; leave {more} out.")
     require(
         (repo_id is None) != (out is None),
         "give either the repository's name, as in specx publish --code org/name, or --code --out FOLDER.",
@@ -139,9 +145,9 @@ def code_alone(repo_id: str | None, more: str | None, out: Path | None, private:
         check_writable(out.absolute().parent, out)
     with imports():
         from hf_specx.hub.flatten import code_version
-        from hf_specx.hub.publish_code import publish_code, write_code_alone
+        from hf_specx.hub.publish_code import publish_code, write_code_repository
     if out is not None:
-        write_code_alone(out)
+        write_code_repository(out)
         say(f"written to {out}: code of hf_specx {code_version()}")
     else:
         with waiting_for(f"publishing {repository}"):
@@ -149,9 +155,9 @@ def code_alone(repo_id: str | None, more: str | None, out: Path | None, private:
         say(f"published {repository} at {commit}: code of hf_specx {code_version()}")
 
 
-def renewed_code(pair: str | None, more: object) -> None:
-    """Renew the code of a pair, and say which was there."""
-    require(more is None, f"--code-only takes the published pair alone; leave {more} out.")
+def renew_code_of(pair: str | None, more: object) -> None:
+    """Renew the code of a pair, and say which version was there; `more` is what else was typed."""
+    require(more is None, f"--code-only takes the published pair, and nothing else; leave {more} out.")
     if pair is None:
         raise ValueError("name the published pair, as in specx publish --code-only org/name, or its folder.")
     check_name(pair)
@@ -161,12 +167,12 @@ def renewed_code(pair: str | None, more: object) -> None:
     with waiting_for(f"renewing the code of {pair}"):
         earlier, commit = renew_code(pair)
     where = f"{pair} at {commit}" if commit else pair
-    say(f"{where}: code of hf_specx {code_version()}, in place of {earlier or 'an earlier version'}")
+    say(f"{where} now has the code of hf_specx {code_version()}, in place of {earlier or 'an earlier version'}")
 
 
 @command
 def vllm(pair: Annotated[str, typer.Argument(help=HELP_NAME)]) -> None:
-    """Print the vllm serve command of a pair with its --speculative-config, and what is different there."""
+    """Print the command by which vLLM serves a pair, with comments on what is different there; it was not run."""
     check_pair_name(pair)
     with imports():
         from hf_specx.hub.vllm import vllm as export_vllm

@@ -5,7 +5,7 @@ Ends and lengths are numbers, never read from token ids: the pad id may be the e
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +73,8 @@ class Batch:
         rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
-        takes_trees: whether candidates may branch; else those of first choice are taken.
+        max_nodes: how many candidates a row has at most where they may branch, forced ones aside; 0 where they may
+            not, and those of first choice are taken.
         tree: how the candidates that stand behind the ends branch; None if each follows the one before.
         host_candidates: [n][R], ids of candidates after the ends of the rows, as far as they were read back from the
             device in this round.
@@ -87,21 +88,21 @@ class Batch:
         pad_token_id: int,
         lockstep: bool = False,
         row_states: list[RowState] | None = None,
-        takes_trees: bool = False,
+        max_nodes: int = 0,
     ):
         """From input_ids [B, L], left-padded, and attention_mask [B, L], 0 at the pads; None where there are none."""
         self.ids = input_ids.to(torch.int64, copy=True)
         self.width = input_ids.shape[1]
         self.pad_token_id = pad_token_id
-        self.lockstep, self.takes_trees = lockstep, takes_trees
+        self.lockstep, self.max_nodes = lockstep, max_nodes
         rows, device = input_ids.shape[0], input_ids.device
         self.row_states = [RowState() for _ in range(rows)] if row_states is None else row_states
         if attention_mask is None:
             self.starts = torch.zeros(rows, dtype=torch.int64, device=device)
         else:
             self.starts = attention_mask.bool().int().argmax(-1)
-        for state, start in zip(self.row_states, self.starts.tolist(), strict=True):
-            state.prompt_length = self.width - start
+        for row_state, start in zip(self.row_states, self.starts.tolist(), strict=True):
+            row_state.prompt_length = self.width - start
         self.counts = [0] * rows
         self.parent: tuple[Batch, int] | None = None
         self._set_rows(list(range(rows)))
@@ -141,8 +142,8 @@ class Batch:
     def write_draft(self, draft: Draft) -> Draft:
         """Write the candidates of a draft after each row's end, where the target reads them; returns the draft.
 
-        Of a tree, candidate i stands i columns behind the end. Where trees are not taken it is the chain of first
-        choices.
+        Of a tree, candidate i stands i columns behind the end. It is cut to `max_nodes`; where trees are not taken it
+        is the chain of first choices.
 
         Raises:
             ValueError: if its shapes or parents do not fit.
@@ -150,8 +151,7 @@ class Batch:
         self.tree = None
         if draft.parents is not None:
             draft = draft._replace(parents=[tuple(map(int, of_row)) for of_row in draft.parents])
-        if not self.takes_trees:
-            draft = draft.first_choices()
+        draft = draft.cut(self.max_nodes) if self.max_nodes else draft.first_choices()
         fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
         if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:
             shape = list(draft.tokens.shape)
@@ -254,7 +254,7 @@ class Batch:
             num_new_tokens = [min(num_new_tokens)] * len(num_new_tokens)
         num_to_emit = stopping.cut_at_stops(self, ids, num_new_tokens, stop_flag_lists)
         self.emit(tokens, num_to_emit, ids)
-        ended = stopping.remove_ended(self)
+        ended = stopping.cut_ended_rows(self)
         new_tokens = [
             self.row_states[row].emitted_ids[count:] for row, count in zip(rows, emitted_before, strict=True)
         ]
@@ -294,8 +294,8 @@ class Batch:
     def rewind(self, counts: list[int]) -> None:
         """Take back all that rows have emitted but their first `counts` [B] tokens."""
         self.counts = counts
-        for state, count in zip(self.row_states, counts, strict=True):
-            del state.emitted_ids[count:]
+        for row_state, count in zip(self.row_states, counts, strict=True):
+            del row_state.emitted_ids[count:]
         self._set_rows(self.rows)
 
     def view_at(self, counts: list[int], rows: list[int] | None = None) -> "Batch":
@@ -335,16 +335,16 @@ class Batch:
         self.counts[row] = count
         del self.row_states[row].emitted_ids[count:]
 
-    def admit(self, row: int, state: RowState, prompt: torch.Tensor) -> None:
-        """Replace a row that has ended by another, with its state and prompt [l]."""
+    def admit(self, row: int, row_state: RowState, prompt: torch.Tensor) -> None:
+        """Replace a row that has ended by another, with its `RowState` and prompt [l]."""
         length = len(prompt)
         self.widen(max(0, length - self.width))
         self.ids[row] = self.pad_token_id
         self.ids[row, self.width - length : self.width] = prompt
         self.starts[row] = self.width - length
         self.counts[row] = 0
-        state.prompt_length = length
-        self.row_states[row] = state
+        row_state.prompt_length = length
+        self.row_states[row] = row_state
         self._set_rows(self.rows)
 
     def widen(self, columns: int) -> None:
@@ -365,12 +365,14 @@ class Batch:
         self._set_rows([self.rows[index] for index in keep_indices])
         return to_device_async(keep_indices, self.ids.device, torch.int64)
 
-    def seat_rows(self, rows: list[int]) -> torch.Tensor:
-        """Have these rows decode, of which some had left or are new; prompts of such are to be admitted.
+    def add_rows(self, new_rows: Iterable[int]) -> torch.Tensor:
+        """Have more rows decode, which had left or are new; `admit` then gives them prompts.
 
-        Returns [R'] int64: the row indices that they had before; 0 for those that had none.
+        Returns:
+            [R'] int64: the row indices that all decoding rows had before; 0 for those that had none.
         """
         previous_indices = {row: index for index, row in enumerate(self.rows)}
+        rows = sorted({*self.rows, *new_rows})
         more = max(0, rows[-1] + 1 - len(self.row_states))
         self.row_states += [RowState() for _ in range(more)]
         self.counts += [0] * more

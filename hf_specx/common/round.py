@@ -62,6 +62,21 @@ class Draft(NamedTuple):
             host_tokens = self.host_tokens[: min(lengths, default=0)]
         return self._replace(tokens=tokens, lengths=lengths, estimate=None, host_tokens=host_tokens, parents=None)
 
+    def cut(self, most: int) -> "Draft":
+        """The first `most` candidates of each row, forced ones aside; these are a tree, as parents come first."""
+        forced = self.forced or [[]] * len(self.lengths)
+        lengths = [min(length, most + sum(flags)) for length, flags in zip(self.lengths, forced, strict=True)]
+        if lengths == self.lengths:
+            return self
+        estimate, parents = self.estimate, self.parents
+        if estimate is not None:
+            estimate = [of_row[:length] for of_row, length in zip(estimate, lengths, strict=True)]
+        if parents is not None:
+            parents = [of_row[:length] for of_row, length in zip(parents, lengths, strict=True)]
+        return self._replace(
+            tokens=self.tokens[:, : max(lengths)], lengths=lengths, estimate=estimate, parents=parents
+        )
+
     @property
     def sources(self) -> list[str]:
         """[R], the source of each row."""

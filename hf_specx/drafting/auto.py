@@ -4,7 +4,8 @@ Before each round `AutoDraftLength` chooses the number γ of candidates with the
 
     1 + S_1 + ... + S_γ                            expected tokens of a row, the one after the candidates among them
     ---------------------------------------
-    overhead * (T_t(B, γ+1) + γ T_d(B, 1))         seconds of the round, which has B rows
+    overhead * (T_t(B, γ+1) + γ T_d(B, 1))         seconds of the round, which has B rows; a head that drafts a block
+                                                   finds all candidates in one step, so there T_d counts once
 
 This file has, in this order,
 
@@ -40,6 +41,7 @@ DECAY = 0.98  # factor on the weight of earlier rounds at each round
 MAX_SAMPLES = 15  # last rounds of a size whose median is its time
 TRIAL_SHARE = 0.01  # part of the time of plain steps that trials of a draft may lose
 TRIAL_ROUNDS = 5  # rounds of a trial; one of them may take the time to read what the draft has missed
+LEAST_OVERHEAD = 0.5  # of trees; less is no time that a round can take
 ASSUMED_STEP = 0.2  # time that a candidate, or a step of a draft, adds to a round of 1, where no times may be used
 ASSUMED_COSTS = Costs({1: {"target": {1: 1.0, 2: 1 + ASSUMED_STEP}, "draft": ASSUMED_STEP}})
 
@@ -147,8 +149,9 @@ class RoundTimer:
         self.costs_at_start: Costs | None = None
         self.samples: dict[tuple[int, int], deque[float]] = {}  # seconds of this call's rounds, by rows and candidates
         self.cached_times: dict[tuple[int, int, bool], list[float]] = {}
-        # seconds of rounds of trees over what was expected of them
-        self.tree_ratios: deque[float] = deque(maxlen=MAX_SAMPLES)
+        # seconds of this call's rounds with trees, by rows, draft steps and nodes
+        self.tree_samples: dict[tuple[int, int, int], deque[float]] = {}
+        self.may_have_trees = False
         self.last_end: float | None = None  # when the last round ended; None if the time since then does not count
         self.last_drafted = 0  # candidates of the last round
 
@@ -158,28 +161,54 @@ class RoundTimer:
         if key not in self.cached_times:
             costs, batch = self._costs_for(rows)
             plain_ratio, drafting_ratio = self._ratios(rows)
-            step = costs.draft(batch) if steps else 0.0
             seconds = [plain_ratio * costs.target(batch, 1)]
             for number in range(1, max_candidates + 1):
-                seconds.append(drafting_ratio * (costs.target(batch, 1 + number) + step * number))
+                drafting = costs.drafting(batch, number) if steps else 0.0
+                seconds.append(drafting_ratio * (costs.target(batch, 1 + number) + drafting))
             self.cached_times[key] = seconds
         return self.cached_times[key]
 
     def tree_times(self, rows: int, steps: int, most: int) -> list[float]:
         """Seconds of rounds with so many draft steps and 0 to `most` candidates, which branch."""
+        self.may_have_trees = True
         costs, batch = self._costs_for(rows)
         _, drafting_ratio = self._ratios(rows)
-        enough = self.online and len(self.tree_ratios) >= MIN_SAMPLES
-        ratio = drafting_ratio * (statistics.median(self.tree_ratios) if enough else 1.0)
-        drafting = costs.draft(batch) * steps
-        return [ratio * (costs.target(batch, 1 + number) + drafting) for number in range(most + 1)]
+        drafting, overheads = costs.drafting(batch, steps), self._tree_overheads(rows)
+        seconds = []
+        for nodes in range(most + 1):
+            nearest = min(overheads, key=lambda seen: abs(math.log(seen / max(nodes, 1))), default=0)
+            seconds.append(drafting_ratio * overheads.get(nearest, 1.0) * (costs.target(batch, 1 + nodes) + drafting))
+        return seconds
+
+    def _tree_overheads(self, rows: int) -> dict[int, float]:
+        """How much longer rounds with trees took than was expected, by number of nodes: in this call or before."""
+        costs, batch = self._costs_for(rows)
+        overheads = dict(costs.tree_overheads.get(batch, {}))
+        return overheads | self._seen_overheads(rows) if self.online else overheads
+
+    def _seen_overheads(self, rows: int) -> dict[int, float]:
+        """The same in this call alone; none where no rounds of chains tell what to expect."""
+        costs, batch = self._costs_for(rows)
+        if all(self._overhead(rows, with_candidates=each) is None for each in (True, False)):
+            return {}
+        _, drafting_ratio = self._ratios(rows)
+        ratios: dict[int, list[float]] = {}
+        for (seen_rows, steps, nodes), samples in self.tree_samples.items():
+            if seen_rows == rows and len(samples) >= MIN_SAMPLES:
+                expected = drafting_ratio * (costs.target(batch, 1 + nodes) + costs.drafting(batch, steps))
+                ratios.setdefault(nodes, []).append(statistics.median(samples) / expected)
+        return {nodes: max(LEAST_OVERHEAD, statistics.mean(each)) for nodes, each in ratios.items()}
 
     def prefill_seconds(self, rows: int, tokens: int) -> float:
-        """Seconds that a draft takes to read so many tokens of each row; they grow as those of the target."""
+        """Seconds that a draft takes to read so many tokens of each row; they grow as those of the target.
+
+        A step over a block is one over as many tokens.
+        """
         if not tokens:
             return 0.0
         costs, batch = self._costs_for(rows)
-        return costs.draft(batch) * costs.target(batch, tokens) / costs.target(batch, 1)
+        seconds_per_token = costs.draft(batch) / costs.candidates_per_step
+        return seconds_per_token * costs.target(batch, tokens) / costs.target(batch, 1)
 
     def position_cost(self, rows: int) -> float:
         """What one more position of the target's forward costs, in plain steps."""
@@ -223,10 +252,8 @@ class RoundTimer:
             return
         now = self.costs.clock()
         if self.last_end is not None and not (steps > 0 and self.last_drafted == 0):
-            costs, batch = self._costs_for(rows)
-            _, drafting_ratio = self._ratios(rows)
-            expected = drafting_ratio * (costs.target(batch, 1 + nodes) + costs.draft(batch) * steps)
-            self.tree_ratios.append((now - self.last_end) / expected)
+            samples = self.tree_samples.setdefault((rows, steps, nodes), deque(maxlen=MAX_SAMPLES))
+            samples.append(now - self.last_end)
         self.last_end = now
         self.last_drafted = steps
 
@@ -234,6 +261,9 @@ class RoundTimer:
         """End the call: later ones go by what its rounds took."""
         if self.costs is not None:
             self.costs.remember_rounds(self.samples)
+            if self.may_have_trees:
+                sizes = {rows for rows, _, _ in self.tree_samples}
+                self.costs.remember_trees({rows: self._seen_overheads(rows) for rows in sizes})
 
     def _use(self, rows: int, drafted: int, seconds: float) -> None:
         """Go by these seconds of a round from now on."""
@@ -289,18 +319,28 @@ class AutoDraftLength(DraftLengthSchedule):
         trial_rounds_left: rounds for which the draft is still on trial.
         trial_budget: what trials may lose.
         num_unread: the most tokens of a row that the draft has not read.
-        seconds: of rounds with 0 to `MAX_DRAFT_TOKENS` candidates.
+        most: the largest number that is considered.
+        seconds: of rounds with 0 to `most` candidates.
         best, speedup: the best number from 1 on, and its speed over that of plain steps.
     """
 
     def __init__(
-        self, round_timer: RoundTimer, verification: str, batch: Batch, compiled: bool = False, **options: Any
+        self,
+        round_timer: RoundTimer,
+        verification: str,
+        batch: Batch,
+        compiled: bool = False,
+        most: int | None = None,
+        **options: Any,
     ):
+        """`most` is how many a head that drafts a block can find; None is `MAX_DRAFT_TOKENS`."""
         super().__init__(0, round_timer, **options)
         assert round_timer.costs is not None
         self.timer = round_timer
         self.costs = round_timer.costs
-        self.considered = COMPILED_NUMBERS if compiled else range(1, MAX_DRAFT_TOKENS + 1)
+        self.most = most or MAX_DRAFT_TOKENS
+        fewer = COMPILED_NUMBERS if compiled else range(1, self.most)
+        self.considered = [*(number for number in fewer if number < self.most), self.most]
         self.num_rows = len(batch.rows)
         self.max_new_tokens = max(row.limit for row in batch.row_states)
         self.num_unread = max(row.prompt_length for row in batch.row_states)
@@ -340,8 +380,8 @@ class AutoDraftLength(DraftLengthSchedule):
 
     def _choose(self) -> int:
         """The number for the next round; a trial that begins is taken from the budget."""
-        acceptance = self.estimate.acceptance(MAX_DRAFT_TOKENS)
-        self.seconds = self.timer.times(self.num_rows, MAX_DRAFT_TOKENS)
+        acceptance = self.estimate.acceptance(self.most)
+        self.seconds = self.timer.times(self.num_rows, self.most)
         self.best, self.speedup = most_tokens_per_second(acceptance, self.seconds, self.considered)
         if self._is_on_trial():
             return self.best

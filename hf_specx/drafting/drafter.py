@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Draft, Round
 from hf_specx.models.prompts import HiddenStateTap, PreparedInputs
@@ -78,7 +79,7 @@ class Drafter(Protocol):
     """Proposes candidates for all rows of a batch; a class that inherits from this needs `propose` alone.
 
     A call drives it in this order: `bind`, `check`, `start`, under "auto" `cost` and perhaps `size`, then in each
-    round `propose` and `observe`; in a queue `admit` follows where new prompts came, after `seat_rows` where they have
+    round `propose` and `observe`; in a queue `admit` follows where new prompts came, after `add_rows` where they have
     places that were free. What `bind` returns serves one call at a time, and holds all that belongs to it.
 
     Attributes:
@@ -89,9 +90,12 @@ class Drafter(Protocol):
         proposes_trees: whether drafts may have `parents`, where a call takes trees; it is then coupled, or greedy.
         needs_hidden: whether it reads `Round.forward.hidden`; `hidden_state_taps`: where in the target, by default
             after its final norm; `all_prompt_hidden`: whether it reads those of all tokens of a prompt, or the last.
-        max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
-        has_other_tokenizer: whether its model has another tokenizer than the target; `tokenizer_match` says how their
-            tokens are matched.
+        max_candidates: the most candidates of a round that it finds; None for any number. It is also what
+            `num_draft_tokens="auto"` means for it, unless it `drafts_blocks`: such a number it finds by itself.
+        drafts_blocks: whether one step finds all candidates of a round; "auto" then chooses how many are judged, or
+            none.
+        has_other_tokenizer: whether its model has another tokenizer than the target; `tokenizer_match` says how
+            their tokens are matched.
         parts: the drafters that a `SeveralDrafts` chooses from; empty for any other.
     """
 
@@ -103,6 +107,7 @@ class Drafter(Protocol):
     all_prompt_hidden: bool = True
     hidden_state_taps: Sequence[HiddenStateTap] = ()
     max_candidates: int | None = None
+    drafts_blocks: bool = False
     has_other_tokenizer: bool = False
     tokenizer_match: TokenizerMatch | None = None
     parts: Sequence["Drafter"] = ()
@@ -135,10 +140,10 @@ class Drafter(Protocol):
         """
         raise TypeError(f"{type(self).__name__} has no `propose`; what its `bind` returns must have one.")
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
-        """In a queue rows come back that had left, or new ones: these are the decoding rows now; `admit` follows.
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        """In a queue more rows decode from now on: such as had left, or new ones; `admit` follows.
 
-        `previous_indices` [R'] are their row indices up to now, 0 for those that had none.
+        `previous_indices` [R'] are the row indices of all decoding rows up to now, 0 for those that had none.
         """
         return
 
@@ -157,10 +162,19 @@ class Drafter(Protocol):
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         """A function that runs the step for one more candidate of each row, with so many tokens of every row.
 
+        Of a drafter that `drafts_blocks`, the step for all of them.
+
         It is timed. With None "auto" is `max_candidates`, or 5 without one; `lambda _: None` says that candidates cost
         nothing.
         """
         return None
+
+    @property
+    def candidates_per_step(self) -> int:
+        """How many candidates one step finds; `FIXED_DRAFT_TOKENS` where a block may have any length."""
+        if not self.drafts_blocks:
+            return 1
+        return self.max_candidates or FIXED_DRAFT_TOKENS
 
     def size(self) -> ForwardSize | None:
         """The size of what `cost` runs, by which its time is assumed before it is timed; None if only timing tells."""

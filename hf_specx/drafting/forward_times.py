@@ -51,6 +51,7 @@ class ForwardSize(NamedTuple):
         dense: bytes of the weights that every token needs.
         experts: bytes of all routed experts, of which a token needs a `share`.
         weight: bytes of one weight.
+        tokens_per_row: that it is fed: of a block, its whole length.
     """
 
     layers: int
@@ -58,6 +59,7 @@ class ForwardSize(NamedTuple):
     experts: float = 0.0
     share: float = 1.0
     weight: float = 4.0
+    tokens_per_row: int = 1
 
 
 NOTHING = ForwardSize(0, 0.0)
@@ -94,7 +96,7 @@ def _first_in(config: Any, names: tuple[str, ...]) -> Any:
 def assumed_times(target: ForwardSize, draft: ForwardSize, batch: int, device: torch.device) -> ForwardTimes:
     """Times of batch size B, assumed by sizes: only the ratios of these seconds matter."""
     times = {query: assumed_seconds(target, batch * query, device) for query in QUERY_LENGTHS}
-    return {"target": times, "draft": assumed_seconds(draft, batch, device)}
+    return {"target": times, "draft": assumed_seconds(draft, batch * draft.tokens_per_row, device)}
 
 
 def assumed_seconds(size: ForwardSize, tokens: int, device: torch.device) -> float:

@@ -48,6 +48,7 @@ class SeveralDrafts(Drafter):
         self.hidden_state_taps = next((part.hidden_state_taps for part in parts if part.needs_hidden), ())
         limits = [part.max_candidates for part in self.timed if part.max_candidates is not None]
         self.max_candidates = max(limits, default=None)
+        self.drafts_blocks = any(part.drafts_blocks for part in self.timed)
         if self.model_part is not None:
             self.model = self.model_part.model
             self.has_other_tokenizer = self.model_part.has_other_tokenizer
@@ -107,7 +108,7 @@ class SeveralDrafts(Drafter):
 
     def _join(self, batch: Batch, drafts: list[Draft], model: int) -> Draft:
         """One draft of those of the parts; their chains of first choices where the call takes no trees."""
-        if not batch.takes_trees:
+        if not batch.max_nodes:
             drafts = [draft.first_choices() for draft in drafts]
         return _joined(batch, drafts, self.chosen, model)
 
@@ -123,9 +124,9 @@ class SeveralDrafts(Drafter):
         round_timer = None if self.independent_rows else self.round_timer
         return [apply_masks(draft, self.processors, batch, round_timer, self.adds_forced_tokens) for draft in drafts]
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         for part in self.parts:
-            part.seat_rows(batch, previous_indices)
+            part.add_rows(batch, previous_indices)
         for estimates in self.estimates:
             more = len(batch.counts) - len(estimates)
             estimates += self._new_estimates(more) if self.independent_rows else estimates[:1] * more

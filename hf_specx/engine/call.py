@@ -50,7 +50,9 @@ class Layout:
     """How rows of unequal length share the batch.
 
     Attributes:
-        target, draft: that of each model; `reason` says why the target's.
+        target, draft: that of each model: "ragged", "padded", "packed" or "lockstep", of which the glossary in
+            `sampling/verify.py` says what they are; "plain" in a call that transformers' own sampler decodes.
+        reason: why the target's.
         refills: whether prompts can be read in the places of rows that have ended.
     """
 
@@ -70,7 +72,7 @@ class Call:
     """One call of `generate`, or one batch of a queue.
 
     Attributes:
-        options: a copy of the `SpeculativeDecoding`.
+        strategy: the `SpeculativeDecoding`, as it was when the call began.
         prompt: what `generate` has prepared, with what the models are to keep and hand over.
         processors: those of the prompt, with masks of grammars in place of some; `stopping`: made of its criteria.
         draft_settings: how many candidates in a round; `verification`: "greedy", "token", "block" or "coupled".
@@ -81,12 +83,12 @@ class Call:
         queue: what follows in the places of rows that end; None for a call of its own.
         prompt_streamed: whether the streamer was given the prompt already.
         measured_candidates: the most candidates with which the target was shown to be right; None if it is trusted.
-        nodes: the most candidates of a row in a round where they may branch, or "auto"; 0 where each follows the one
-            before.
+        max_nodes: the most candidates of a row in a round where they may branch, or "auto"; 0 where each follows the
+            one before.
         tree_reason: why they do not branch though that was asked for; empty if they do, or it was not.
     """
 
-    options: Any
+    strategy: Any
     prompt: PreparedInputs
     processors: Sequence[Processor]
     stopping: Stopping
@@ -101,12 +103,12 @@ class Call:
     queue: RequestQueue | None = None
     prompt_streamed: bool = False
     measured_candidates: int | None = None
-    nodes: int | str = 0
+    max_nodes: int | str = 0
     tree_reason: str = ""
 
 
 def make_call(
-    options: Any,
+    strategy: Any,
     prompt: PreparedInputs,
     drafter: Drafter,
     queue: RequestQueue | None = None,
@@ -118,43 +120,84 @@ def make_call(
 
     Args:
         prompt: what `generate` has prepared.
-        options, drafter, queue, prompt_streamed: as in `Call`; a queue has begun a batch of requests.
+        strategy, drafter, queue, prompt_streamed: as in `Call`; a queue has begun a batch of requests.
         draft_settings: the `explicit_draft_settings` of the call; None if these are not known.
         synced_gpus: of the call; None if it is not known. transformers passes neither on to a strategy.
 
     Raises:
         ValueError: if the call is one that plain `generate` refuses too, or its options contradict each other.
     """
-    config = prompt.generation_config
+    _check_asked(strategy, prompt, drafter, queue)
     models = [prompt.model] if drafter.model is None else [prompt.model, drafter.model]
     has_ranks = world_size() > 1
     synced_gpus = has_ranks and (synced_by_default(*models) if synced_gpus is None else synced_gpus)
+    tensor_parallel = has_ranks and is_tensor_parallel(*models)
     stopping = prompt.stopping if queue is None else queue.stopping
-    _check_asked(options, prompt, drafter, queue)
+    # 1. can it be speculated? Each request of a queue was asked by itself
     processors: Sequence[Processor] = prompt.processors
     fallback_reason = ""
-    if queue is None:  # else each request was asked by itself
-        if options.num_draft_tokens == 0:
-            fallback_reason = SWITCHED_OFF
-        else:
-            processors = _with_masks(prompt, stopping)
-            verification = _verification(options, drafter)
-            fallback_reason = "; ".join(reasons_in_call(prompt, processors, stopping, verification, synced_gpus))
+    if queue is None and strategy.num_draft_tokens == 0:
+        fallback_reason = SWITCHED_OFF
+    elif queue is None:
+        processors = _with_masks(prompt, stopping)
+        verification = _sampled_verification(strategy, drafter)
+        fallback_reason = "; ".join(reasons_in_call(prompt, processors, stopping, verification, synced_gpus))
+    # 2. how do rows share the batch, and may candidates branch?
     if fallback_reason:
         layout = Layout(PLAINLY, PLAINLY, fallback_reason)
     else:
-        layout = _layout(options, prompt, drafter, queue is not None)
-    is_tensor_parallel_call = has_ranks and is_tensor_parallel(*models)
-    tree_reason = why_no_tree(options, prompt, drafter, layout, synced_gpus or is_tensor_parallel_call)
-    nodes = 0 if tree_reason or options.tree is False else options.tree
+        layout = _layout(strategy, prompt, drafter, is_queue=queue is not None)
+    tree_reason = why_no_tree(strategy, prompt, drafter, layout, has_other_ranks=synced_gpus or tensor_parallel)
+    max_nodes = 0 if tree_reason or strategy.tree is False else strategy.tree
+    # 3. how are they judged?
     seeds = None if prompt.seeds is None else as_list(prompt.seeds)
-    # only coupled verification gives a seeded row in lockstep the text that it has alone, and only it judges trees
-    needs_coupled = (seeds is not None and layout.lockstep) or bool(nodes)
-    returns_cache = config.return_dict_in_generate or getattr(prompt.past, "_is_user_defined", False)
-    has_later_prompts = queue is not None and layout.refills  # which have limits of their own
-    prompt = replace(
+    verification = "greedy"
+    if prompt.generation_config.do_sample:
+        # only coupled verification gives a seeded row in lockstep the text that it has alone, and only it judges trees
+        needs_coupled = (seeds is not None and layout.lockstep) or bool(max_nodes)
+        verification = _sampled_verification(strategy, drafter, needs_coupled)
+    call = Call(
+        strategy=strategy,
+        prompt=_for_runners(prompt, stopping, drafter, synced_gpus, is_refilled=queue is not None and layout.refills),
+        processors=processors,
+        stopping=stopping,
+        drafter=drafter,
+        draft_settings=choose_draft_settings(
+            strategy.num_draft_tokens, draft_settings, prompt.generation_config, drafter.model
+        ),
+        verification=verification,
+        layout=layout,
+        fallback_reason=fallback_reason,
+        seeds=seeds,
+        synced_gpus=synced_gpus,
+        tensor_parallel=tensor_parallel,
+        queue=queue,
+        prompt_streamed=prompt_streamed,
+        max_nodes=max_nodes,
+        tree_reason=tree_reason,
+    )
+    _check_together(call)
+    return call
+
+
+def _sampled_verification(strategy: Any, drafter: Drafter, needs_coupled: bool = False) -> str:
+    """The verification of a call if it samples: as asked for, or by whether the draft has probabilities."""
+    default = "coupled" if needs_coupled or not drafter.has_probs else "block"
+    return strategy.verification or default
+
+
+def _for_runners(
+    prompt: PreparedInputs, stopping: Stopping, drafter: Drafter, synced_gpus: bool, is_refilled: bool
+) -> PreparedInputs:
+    """What `generate` has prepared, with what a `ModelRunner` is to keep and hand over.
+
+    `is_refilled` says whether later prompts, with limits of their own, replace these.
+    """
+    config, past = prompt.generation_config, prompt.past
+    returns_cache = config.return_dict_in_generate or getattr(past, "_is_user_defined", False)
+    return replace(
         prompt,
-        max_new_tokens=UNLIMITED if has_later_prompts else stopping.max_new_tokens,
+        max_new_tokens=UNLIMITED if is_refilled else stopping.max_new_tokens,
         max_new_tokens_now=stopping.max_new_tokens,
         returns_cache=bool(returns_cache) and not synced_gpus,  # it may take forwards that other ranks do not run
         returns_hidden=drafter.needs_hidden,
@@ -162,47 +205,30 @@ def make_call(
         hidden_state_taps=drafter.hidden_state_taps,
         synced_gpus=synced_gpus,
     )
-    call = Call(
-        options=options,
-        prompt=prompt,
-        processors=processors,
-        stopping=stopping,
-        drafter=drafter,
-        draft_settings=choose_draft_settings(options.num_draft_tokens, draft_settings, config, drafter.model),
-        verification=_verification(options, drafter, needs_coupled) if config.do_sample else "greedy",
-        layout=layout,
-        fallback_reason=fallback_reason,
-        seeds=seeds,
-        synced_gpus=synced_gpus,
-        tensor_parallel=is_tensor_parallel_call,
-        queue=queue,
-        prompt_streamed=prompt_streamed,
-        nodes=nodes,
-        tree_reason=tree_reason,
-    )
-    _check_together(call)
-    return call
 
 
-def _verification(options: Any, drafter: Drafter, needs_coupled: bool = False) -> str:
-    """The verification of a call that samples: as asked for, or by whether the draft has probabilities."""
-    default = "coupled" if needs_coupled or not drafter.has_probs else "block"
-    return options.verification or default
+def without_tree(call: Call, reason: str) -> Call:
+    """The same call with chains, verified as a call that has asked for no tree."""
+    verification = call.verification
+    if verification != "greedy":
+        needs_coupled = call.seeds is not None and call.layout.lockstep
+        verification = _sampled_verification(call.strategy, call.drafter, needs_coupled)
+    return replace(call, max_nodes=0, tree_reason=reason, verification=verification)
 
 
 def in_layout(call: Call, layout: str) -> Call:
     """The same call with its target in another layout."""
-    options = copy.copy(call.options)
-    options.layout = layout
+    strategy = copy.copy(call.strategy)
+    strategy.layout = layout
     other = make_call(
-        options,
+        strategy,
         call.prompt,
         call.drafter,
         call.queue,
         synced_gpus=call.synced_gpus,
         prompt_streamed=call.prompt_streamed,
     )
-    return replace(other, options=call.options, draft_settings=call.draft_settings)
+    return replace(other, strategy=call.strategy, draft_settings=call.draft_settings)
 
 
 def warn_once(call: Call, asked: str, said: set[str]) -> None:
@@ -223,15 +249,15 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
         warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=3)
 
 
-def _check_asked(options: Any, prompt: PreparedInputs, drafter: Drafter, queue: RequestQueue | None) -> None:
+def _check_asked(strategy: Any, prompt: PreparedInputs, drafter: Drafter, queue: RequestQueue | None) -> None:
     """Raise ValueError for what plain `generate` refuses as well, and for a draft that cannot serve."""
-    model, tokenizers = prompt.model, (options.tokenizer, options.draft_tokenizer)
+    model, tokenizers = prompt.model, (strategy.tokenizer, strategy.draft_tokenizer)
     check_target(model)
-    check_mode(prompt, options.streamer)
+    check_mode(prompt, strategy.streamer)
     check_inputs(prompt)
     if queue is None:  # else each request was checked by itself
         check_length(prompt, prompt.stopping.max_new_tokens)
-    drafter.check(vocabulary(model), options.tokenizer)
+    drafter.check(vocabulary(model), strategy.tokenizer)
     if drafter.model is not None:
         warn_of_larger_draft(model, drafter.model)
     if drafter.model is not None and drafter.has_other_tokenizer:
@@ -247,14 +273,14 @@ def _with_masks(prompt: PreparedInputs, stopping: Stopping) -> Sequence[Processo
     return with_token_masks(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
 
 
-def _layout(options: Any, prompt: PreparedInputs, drafter: Drafter, queued: bool) -> Layout:
+def _layout(strategy: Any, prompt: PreparedInputs, drafter: Drafter, is_queue: bool) -> Layout:
     """How rows share the batch: as was asked for, or the best that is exact for both models and the cache given."""
     model, past = prompt.model, prompt.past
-    chosen, reason = choose_layout(model, options.layout)
+    chosen, reason = choose_layout(model, strategy.layout)
     if chosen != "lockstep" and past is not None and not has_columns(past):
-        message = f"layout={options.layout!r} needs the keys of all tokens, and {CACHE}= does not have them (a "
+        message = f"layout={strategy.layout!r} needs the keys of all tokens, and {CACHE}= does not have them (a "
         message += f"window drops some); use layout='auto' or leave {CACHE} out."
-        require(options.layout == "auto", message)
+        require(strategy.layout == "auto", message)
         chosen, reason = "lockstep", f"chosen: {CACHE}= does not have the keys of all tokens"
     model_type, draft_model = model.config.model_type, drafter.model
     if draft_model is None or (draft_model.config.model_type == model_type and model_type not in LAYOUTS_OF):
@@ -266,10 +292,10 @@ def _layout(options: Any, prompt: PreparedInputs, drafter: Drafter, queued: bool
     layout = Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason)
     notes, past_has_tokens = [reason], past is not None and num_cached_tokens(past) > 0
     models = [model] if drafter.model is None else [model, drafter.model]
-    why_no_refill = _why_no_refill(models, layout) if queued else ""
+    why_no_refill = _why_no_refill(models, layout) if is_queue else ""
     if why_no_refill:
         notes.append(f"whole batches, since {why_no_refill}")
-    elif queued and why_no_prefix_reuse(model):
+    elif is_queue and why_no_prefix_reuse(model):
         notes.append(f"prompts that begin alike are read anew, since {why_no_prefix_reuse(model)}")
     if drafter.needs_hidden and drafter.all_prompt_hidden and (past_has_tokens or not prompt.input_ids.shape[1]):
         unknown = "hidden states of the given cache" if past_has_tokens else "tokens of the given embeddings"
@@ -277,9 +303,9 @@ def _layout(options: Any, prompt: PreparedInputs, drafter: Drafter, queued: bool
     return replace(layout, reason="; ".join(notes), refills=not why_no_refill)
 
 
-def why_no_tree(options: Any, prompt: PreparedInputs, drafter: Drafter, layout: Layout, has_ranks: bool) -> str:
+def why_no_tree(strategy: Any, prompt: PreparedInputs, drafter: Drafter, layout: Layout, has_other_ranks: bool) -> str:
     """Why candidates of a call do not branch though that was asked for; empty if they may, or it was not."""
-    if options.tree is False or layout.target == PLAINLY:
+    if strategy.tree is False or layout.target == PLAINLY:
         return ""
     name, positions = type(prompt.model).__name__, prompt.kwargs.get("position_ids")
     if not drafter.proposes_trees:
@@ -290,9 +316,9 @@ def why_no_tree(options: Any, prompt: PreparedInputs, drafter: Drafter, layout: 
         return f"no tree: the attention of {name} goes by distances of slots"
     if positions is not None and positions.ndim == 3:
         return f"no tree: {name} has positions of images"
-    if options.verification in ("token", "block") and prompt.generation_config.do_sample:
-        return f"no tree: verification={options.verification!r} judges a chain; 'coupled' takes trees"
-    if has_ranks:
+    if strategy.verification in ("token", "block") and prompt.generation_config.do_sample:
+        return f"no tree: verification={strategy.verification!r} judges a chain; 'coupled' takes trees"
+    if has_other_ranks:
         return "no tree: other ranks run the same forwards"
     no_noise = why_no_noise(prompt.input_ids.device, "coupled") if prompt.generation_config.do_sample else ""
     return f"no tree: {no_noise}" if no_noise else ""
@@ -315,7 +341,7 @@ def _check_together(call: Call) -> None:
     drafter, ids = call.drafter, call.prompt.input_ids
     number, schedule, threshold = call.draft_settings
     message = f"num_assistant_tokens={number!r} is not an int of 1 or more; give one, or leave it out for 'auto'."
-    off = call.options.num_draft_tokens == 0  # of a queue, which then has rounds without candidates
+    off = call.strategy.num_draft_tokens == 0  # of a queue, which then has rounds without candidates
     require(off or number is None or (is_int(number) and number >= 1), message)
     one_of("num_assistant_tokens_schedule", schedule, SCHEDULES)
     message = (
@@ -328,7 +354,7 @@ def _check_together(call: Call) -> None:
         return
     why = why_no_noise(ids.device, call.verification)  # of a queue, and of seeds in lockstep
     require(not why, f"{why}.")
-    if call.options.compile:
+    if call.strategy.compile:
         ranks = call.synced_gpus or call.tensor_parallel
         check_compile(call.prompt.model, call.layout.target, call.layout.reason, ranks)
         if drafter.model is not None and not drafter.has_other_tokenizer:  # whose queries have any length

@@ -17,7 +17,7 @@ def decode(run: Run) -> Iterator[Round]:
     is missing at its next step. Users' own processors are left where plain `generate` leaves them.
     """
     with in_use(run.processors.applied, run.batch) if run.processors.mask_size else nullcontext():
-        run.begin()  # read the prompts
+        run.begin()  # compute the prompts
         while run.active():  # here or on another rank
             lengths = run.schedule(run.batch)  # [R], each row its own number of candidates
             draft = run.batch.write_draft(run.drafter.propose(run.batch, lengths))
@@ -28,6 +28,8 @@ def decode(run: Run) -> Iterator[Round]:
             verdict = run.verifier.verify(run.batch, draft, scores)
             done = run.batch.append(draft, verdict, run.stopping, forward, scores)
             run.publish(done)
-            run.admit(done)  # rows that ended leave, or new prompts have their places
+            requests = run.next_requests(done)  # of a queue, for the places of rows that have ended
+            run.end_round(done, requests)  # other rows that have ended leave
+            run.admit(requests)
             yield done
         run.finish()

@@ -17,7 +17,7 @@ from hf_specx.models.runner import ModelRunner
 from hf_specx.models.self_check import RESULTS, STEPS, Conditions, Difference, compare, conditions_of, remember
 from hf_specx.models.slots import cache_name
 
-from .call import Call, in_layout
+from .call import Call, in_layout, without_tree
 from .ranks import any_rank
 from .reasons import why_measured_wrong
 from .report import PLAINLY
@@ -41,7 +41,7 @@ def with_measured_target(call: Call) -> tuple[Call, ModelRunner | None]:
     if not steps:
         return call, None
     layouts = [call.layout.target]
-    if model.config.model_type not in LAYOUTS_OF and call.options.layout == "auto":
+    if model.config.model_type not in LAYOUTS_OF and call.strategy.layout == "auto":
         layouts = layouts_of(model)
     candidates = max(steps, max_draft_tokens(call))
     differences = []
@@ -60,8 +60,8 @@ def with_measured_target(call: Call) -> tuple[Call, ModelRunner | None]:
                 reason = f"{reason}; whole batches, since later prompts are other conditions"
                 layout_shown = replace(layout_shown, reason=reason, refills=False)
             tried = replace(tried, layout=layout_shown, measured_candidates=candidates)
-            if tried.nodes:
-                tried = replace(tried, nodes=0, tree_reason="no tree: the target was measured with chains")
+            if tried.max_nodes:
+                tried = without_tree(tried, "no tree: the target was measured with chains")
             return tried, runner
         differences.append(f"{layout}: {difference}")
     reason = why_measured_wrong(describe(traits), differences)
@@ -112,4 +112,4 @@ def _measure(call: Call, conditions: Conditions) -> tuple[Difference, ModelRunne
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         is_lasting = not lacks_memory  # fewer rows may fit
         return Difference(float("inf"), 0.0, message), None, is_lasting
-    return difference, None if call.options.compile else runner, True
+    return difference, None if call.strategy.compile else runner, True

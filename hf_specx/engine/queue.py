@@ -61,7 +61,7 @@ class RequestQueue:
         self.batch_requests: list[PreparedRequest] = []
         self.next: PreparedRequest | None = None
         self.put_back: list[PreparedRequest] = []  # taken for a batch that was not decoded
-        self.one_by_one = False
+        self.all_run_alone = False
         self.completed: list[Completion] = []
         self.new_tokens: dict[int, list[int]] = {}  # by request, since the last `pop`
         self.iterable_error: Exception | None = None
@@ -74,10 +74,10 @@ class RequestQueue:
             request = self._peek()
             if request is None or not self._fits([*requests, request]):
                 break
-            if requests and request.needs_own_batch:
+            if requests and request.runs_alone:
                 break
             requests.append(self._take())
-            if request.needs_own_batch:
+            if request.runs_alone:
                 break
         self.batch_requests = requests
         if requests:
@@ -85,21 +85,21 @@ class RequestQueue:
             self.stopping = RequestStopping(requests[0].stopping.eos_token_ids, limit)
         return bool(requests)
 
-    def decode_one_by_one(self) -> None:
-        """Let the requests of the batch that has begun wait again, and decode all requests in batches of one."""
-        self.put_back, self.one_by_one = self.batch_requests, True
+    def run_each_alone(self) -> None:
+        """Let the requests of the batch that has begun wait again, and decode each request alone."""
+        self.put_back, self.all_run_alone = self.batch_requests, True
 
     def batch_inputs(self) -> PreparedInputs:
-        """What `generate` prepares for the batch: rows with pads, or a request in its own batch as any call."""
+        """What `generate` prepares for the batch: rows with pads, or one request that runs alone, as any call."""
         first = self.batch_requests[0]
-        if first.needs_own_batch:
-            prompt = self.preparer.prepare_own_batch(first)
+        if first.runs_alone:
+            prompt = self.preparer.prepare_alone(first)
         else:
-            texts = [request.text for request in self.batch_requests]
-            prompt = self.preparer.prepare_batch(texts, self.stopping.max_new_tokens)
+            prompts = [request.prompt_ids for request in self.batch_requests]
+            prompt = self.preparer.prepare_batch(prompts, self.stopping.max_new_tokens)
         config = prompt.generation_config
         prompt = replace(prompt, seeds=[request.seed for request in self.batch_requests] if config.do_sample else None)
-        if first.needs_own_batch:
+        if first.runs_alone:
             config.return_dict_in_generate = True
             config.output_scores = config.output_logits = self.logprobs
             config.output_attentions = config.output_hidden_states = False
@@ -119,7 +119,7 @@ class RequestQueue:
         free = [row for row in range(self.max_rows) if row not in batch.rows]
         for row in [*ended, *free]:
             request = self._peek()
-            if request is None or request.needs_own_batch:
+            if request is None or request.runs_alone:
                 break
             others = [other for number, other in (present | requests).items() if number != row]
             widest = max(len(each.input_ids) for each in [request, *others])
@@ -137,13 +137,15 @@ class RequestQueue:
         for row, tokens in zip(done.rows, done.tokens, strict=True) if self.streams else ():
             self.new_tokens.setdefault(row_states[row].request.index, []).extend(tokens)
         for row in done.ended:
-            state = row_states[row]
-            if state.dead_end is None:
-                self.complete(state.request, list(state.emitted_ids), done.batch.row(row)[None], state.logprobs)
+            row_state = row_states[row]
+            if row_state.dead_end is None:
+                self.complete(
+                    row_state.request, list(row_state.emitted_ids), done.batch.row(row)[None], row_state.logprobs
+                )
             else:
-                _, error = state.dead_end
-                state.dead_end = None
-                self.refuse(state.request.index, error)
+                _, error = row_state.dead_end
+                row_state.dead_end = None
+                self.refuse(row_state.request.index, error)
 
     def complete(
         self,
@@ -169,8 +171,8 @@ class RequestQueue:
         """Complete a request as one that cannot be served; the others go on."""
         self.completed.append(Completion(index, None, "refused", error=f"request {index}: {error}"))
 
-    def complete_single(self, output: Any) -> None:
-        """Complete the request that had a batch of its own, by the output of its call."""
+    def complete_alone(self, output: Any) -> None:
+        """Complete the request that has run alone, by the output of its call."""
         output.speculation_report.max_history = KEPT_ROUNDS
         (request,) = self.batch_requests
         new = output.sequences[:, len(request.input_ids) :]
@@ -193,41 +195,51 @@ class RequestQueue:
         return [*(Piece(index, tokens) for index, tokens in new_tokens.items() if tokens), *last]
 
     def _peek(self) -> PreparedRequest | None:
-        """The next request that can be served; None if there is none now. Those that never can be are refused."""
+        """The next request that can be served, which stays the next one; None if there is none now."""
         if self.next is None and self.put_back:
-            self.next = replace(self.put_back.pop(0), needs_own_batch=True)
+            self.next = replace(self.put_back.pop(0), runs_alone=True)
         while self.next is None and not self.is_over:
-            try:
-                next_input = next(self.iterator)
-            except StopIteration:
-                self.is_over = True
-                return None
-            except Exception as error:
-                self.iterable_error, self.is_over = error, True
-                return None
-            if next_input is None:
+            request = self._next_of_iterator()
+            if request is None:
                 return None
             index, self.num_requests = self.num_requests, self.num_requests + 1
-            request = as_request(next_input)
-            if request.is_cancelled():
-                self.completed.append(Completion(index, [], "cancelled"))
-                continue
-            if index == 0:  # the type of the first is that of all
-                self.preparer.check_kind(request)
-            try:
-                prepared = self.preparer.prepare_request(index, request)
-                message = (
-                    f"the prompt has {len(prepared.text)} tokens and may get {prepared.limit} new ones, more than "
-                )
-                message += (
-                    f"there is room for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the "
-                )
-                message += "free memory holds); raise it, lower max_new_tokens, or shorten the prompt."
-                require(self._fits([prepared]), message)
-                self.next = replace(prepared, needs_own_batch=prepared.needs_own_batch or self.one_by_one)
-            except ValueError as error:
-                self.refuse(index, error)
+            self.next = self._prepare(index, request)
         return self.next
+
+    def _next_of_iterator(self) -> Any:
+        """What the user's iterator yields next; None if it has nothing yet, has ended, or fails."""
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            self.is_over = True
+        except Exception as error:
+            self.iterable_error, self.is_over = error, True
+        return None
+
+    def _prepare(self, index: int, prompt: Any) -> PreparedRequest | None:
+        """A prompt or `Request` as it is decoded; None if it was cancelled or is refused, and is complete by that."""
+        request = as_request(prompt)
+        if request.is_cancelled():
+            self.completed.append(Completion(index, [], "cancelled"))
+            return None
+        if index == 0:  # the type of the first is that of all
+            self.preparer.check_kind(request)
+        try:
+            prepared = self.preparer.prepare_request(index, request)
+            self._check_room(prepared)
+        except ValueError as error:
+            self.refuse(index, error)
+            return None
+        return replace(prepared, runs_alone=prepared.runs_alone or self.all_run_alone)
+
+    def _check_room(self, request: PreparedRequest) -> None:
+        """Raise ValueError if a request does not even fit by itself."""
+        require(
+            self._fits([request]),
+            f"the prompt has {len(request.prompt_ids)} tokens and may get {request.limit} new ones, more than there "
+            f"is room for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free memory holds); "
+            "raise it, lower max_new_tokens, or shorten the prompt.",
+        )
 
     def _take(self) -> PreparedRequest:
         """Take the request that `_peek` has returned."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from hf_specx.common.round import Round, RoundRecord
 from hf_specx.drafting.costs import Costs, expected_tokens
-from hf_specx.drafting.drafter import TokenizerMatch
 
 
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
@@ -43,13 +42,14 @@ class SpeculationReport:
         num_new_tokens: tokens by which rows went on in rounds with candidates, before a cut at a stop.
         drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
         steps: how many rounds rows took part in, but for a first one without candidates, by (candidates of the row,
-            steps of the draft, most candidates of any row); `new_tokens_in_steps`: by how much rows went on in these.
+            drafted positions, most candidates of any row); `new_tokens_in_steps`: by how much rows went on in these.
         num_draft_tokens: the most candidates of a round, one after another; `mean_draft_tokens` is their mean.
         acceptance_sums: two sums over rows, rounds and i: of the probability that the first i candidates are all
             accepted, and that the first i - 1 are; see `conditional_acceptance`. Of several drafts, the model's alone.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
         seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
         compilations: forwards that torch compiled anew; `copied`: tokens of prompts that others begin with as well.
+        tokenizer_match: a `TokenizerMatch` as plain values, of a draft with another tokenizer.
         history: for each row its rounds in order, or at least the last `max_history`; one with drafted == 0 is a plain
             step.
     """
@@ -84,7 +84,7 @@ class SpeculationReport:
     compilations: int = 0
     copied: int = 0
     costs: Costs | None = None
-    other_tokenizer: TokenizerMatch | None = None
+    tokenizer_match: dict[str, Any] | None = None
     history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
     max_history: int | None = None
 
@@ -139,7 +139,7 @@ class SpeculationReport:
                 for position in range(number):
                     counts[position] += 1
             of_source = self.sources.setdefault(sources[index], {"rounds": 0, "drafted": 0, "accepted": 0})
-            for name, number in zip(of_source, (1, drafted, accepted), strict=True):
+            for name, number in zip(of_source, (1, nodes[index], accepted), strict=True):
                 of_source[name] += number
 
     def _add_rows(self, more: int) -> None:
@@ -217,8 +217,8 @@ class SpeculationReport:
 
     @property
     def acceptance_rate(self) -> float:
-        """accepted / drafted, as vLLM counts; not α. Branches are not counted as drafted, and it may be above 1."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        """accepted / nodes, the share of all candidates that was kept, as vLLM counts; not α."""
+        return self.accepted / self.nodes if self.nodes else 0.0
 
     @property
     def alpha(self) -> float:
@@ -243,11 +243,6 @@ class SpeculationReport:
         return self.num_new_tokens / rounds if rounds else 1.0
 
     @property
-    def tokenizer_match(self) -> dict[str, Any] | None:
-        """`other_tokenizer` as plain values."""
-        return None if self.other_tokenizer is None else self.other_tokenizer._asdict()
-
-    @property
     def cost_coefficient(self) -> float | None:
         """c, the time of a draft step over that of a target step at this batch size; None if not measured."""
         return self._costs.cost_coefficient(self.rows) if self._costs else None
@@ -263,7 +258,8 @@ class SpeculationReport:
         if c is None or not self.steps:
             return None if c is None else 1.0
         expected = sum(n * expected_tokens(alpha, drafted) for (drafted, *_), n in self.steps.items())
-        return expected / sum(n * (draft_steps * c + 1) for (_, draft_steps, _), n in self.steps.items())
+        num_steps = self._costs.num_steps  # type: ignore[union-attr]
+        return expected / sum(n * (num_steps(candidates) * c + 1) for (_, candidates, _), n in self.steps.items())
 
     @property
     def forward_limited_speedup(self) -> float | None:
@@ -274,10 +270,10 @@ class SpeculationReport:
         costs = self._costs
         if costs is None or not self.steps:
             return None if costs is None else 1.0
-        draft, plain = costs.draft(self.rows), costs.target(self.rows, 1)
+        plain = costs.target(self.rows, 1)
         taken = sum(
-            n * (costs.target(self.rows, width + 1) + draft_steps * draft)
-            for (_, draft_steps, width), n in self.steps.items()
+            n * (costs.target(self.rows, width + 1) + costs.drafting(self.rows, candidates))
+            for (_, candidates, width), n in self.steps.items()
         )
         return self.new_tokens_in_steps * plain / taken
 
@@ -306,9 +302,8 @@ class SpeculationReport:
             f"alpha {alpha}, acceptance rate {rate}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
         lines += [reason for reason in (self.limit_reason, self.misread_reason, self.tree_reason) if reason]
-        if self.other_tokenizer is not None:
-            match = self.other_tokenizer
-            lines.append(f"another tokenizer, matched by {match.match} ({match.reason})")
+        if self.tokenizer_match is not None:
+            lines.append("another tokenizer, matched by {match} ({reason})".format_map(self.tokenizer_match))
         if len(self.sources) > 1:
             message = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
             lines.append(f"accepted of proposed, by source: {', '.join(message)}")

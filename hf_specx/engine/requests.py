@@ -133,18 +133,18 @@ class PreparedRequest:
 
     Attributes:
         request: as it was given; `options` are the arguments of `generate` for it.
-        text: [l], the tokens of the request; `input_ids` is the prompt, or what a decoder starts with.
+        prompt_ids: [l], the tokens of the request; `input_ids` is the same, or what a decoder starts with.
         seed: its own if `has_own_seed`, else one that was drawn.
         processors: of the call and its own; `has_own_processors`, whether there are some of its own.
         greedy: whether its processors leave the likeliest token alone, beside rows that sample.
-        needs_own_batch: whether no others may be beside it: something of it keeps state, transformers decodes it, it
-            reads more than tokens, or it samples where the call does not.
+        runs_alone: whether it is decoded in a batch of one, as any call: something of it keeps state, transformers
+            decodes it, it reads more than tokens, or it samples where the call does not.
     """
 
     request: Request
     options: dict[str, Any]
     index: int
-    text: torch.Tensor
+    prompt_ids: torch.Tensor
     input_ids: torch.Tensor
     seed: int
     has_own_seed: bool
@@ -152,7 +152,7 @@ class PreparedRequest:
     has_own_processors: bool
     stopping: Stopping
     greedy: bool
-    needs_own_batch: bool
+    runs_alone: bool
 
     @property
     def limit(self) -> int:
@@ -166,7 +166,7 @@ class PreparedRequest:
     @property
     def width(self) -> int:
         """Tokens of its prompt, also one that an encoder reads."""
-        return max(len(self.text), len(self.input_ids))
+        return max(len(self.prompt_ids), len(self.input_ids))
 
 
 class RequestPreparer:
@@ -186,18 +186,18 @@ class RequestPreparer:
         if not options.keys() & {"max_new_tokens", "max_length", "generation_config"}:
             # each request may have its own limit
             options |= {"max_new_tokens": MANY_TOKENS, "cache_implementation": None}
-        self.do_sample = bool(self._prepare_single(token, options).generation_config.do_sample)
+        self.do_sample = bool(self._prepare_batch_of_one(token, options).generation_config.do_sample)
 
-    def prepare_batch(self, texts: Sequence[torch.Tensor], max_new_tokens: int) -> PreparedInputs:
+    def prepare_batch(self, prompts: Sequence[torch.Tensor], max_new_tokens: int) -> PreparedInputs:
         """The inputs of several requests, [l] tokens each, with pads."""
         side = "right" if self.model.config.is_encoder_decoder else "left"
-        padded = padded_rows(texts, side)
+        padded = padded_rows(prompts, side)
         options = self.options | {"max_new_tokens": max_new_tokens, "stop_strings": None}
         return _inputs_from_generate(self.model, padded["input_ids"], padded["attention_mask"], options)
 
-    def prepare_own_batch(self, request: PreparedRequest) -> PreparedInputs:
-        """The inputs of a request that needs its own batch, with all that it gives."""
-        ids = request.text[None]
+    def prepare_alone(self, request: PreparedRequest) -> PreparedInputs:
+        """The inputs of a request that runs alone, with all that it gives."""
+        ids = request.prompt_ids[None]
         options = request.options | {"max_new_tokens": request.limit}
         return _inputs_from_generate(self.model, ids, torch.ones_like(ids), options)
 
@@ -218,43 +218,44 @@ class RequestPreparer:
         Raises:
             ValueError: if it cannot be served.
         """
-        ids = self.prompt_ids(request)
-        _check(request, ids)
-        check_token_ids(self.model, ids, self.model.config.is_encoder_decoder)
-        ids = ids.to(self.device, torch.int64)
+        prompt_ids = self.read_prompt(request)
+        _check(request, prompt_ids)
+        check_token_ids(self.model, prompt_ids, self.model.config.is_encoder_decoder)
+        prompt_ids = prompt_ids.to(self.device, torch.int64)
         options = self._request_options(request)
         bind_stop_strings(self.model, self.tokenizer, options, self.make_stop)
-        prompt = self._prepare_single(ids[None], options)
-        do_sample = bool(prompt.generation_config.do_sample)
+        prompt = self._prepare_batch_of_one(prompt_ids[None], options)
+        samples = bool(prompt.generation_config.do_sample)
         reads_tensors = any(isinstance(value, torch.Tensor) for value in request.generate_kwargs.values())
-        is_call_of_its_own = reads_tensors or (do_sample and not self.do_sample)
-        greedy = self.do_sample and not do_sample and not is_call_of_its_own
+        # greedy rows can stand in a batch that samples, and not the other way round
+        is_unlike_others = reads_tensors or (samples and not self.do_sample)
+        greedy = self.do_sample and not samples and not is_unlike_others
         if greedy:
             prompt.processors.append(LikeliestToken())
-        processors, needs_own_batch = self._with_masks(prompt)
-        if is_call_of_its_own:
-            processors = prompt.processors  # of which the call makes masks itself
-        seed = request.seed
-        if seed is None:
-            seed = int(torch.randint(MAX_SEED - 1, (), device="cpu")) if do_sample else 0
-        prepared = PreparedRequest(
+        with_masks = with_token_masks(prompt.processors, prompt.input_ids, vocabulary(self.model), prompt.stopping)
+        runs_alone = self._must_run_alone(prompt, with_masks)
+        if not runs_alone:
+            for mask in _token_masks(with_masks):
+                mask.begin(1)
+        runs_alone = runs_alone or is_unlike_others
+        seed = _seed_of(request, samples)
+        check_length(prompt, prompt.stopping.max_new_tokens)
+        if self.model.config.is_encoder_decoder:
+            check_encoder_positions(self.model, len(prompt_ids))
+        return PreparedRequest(
             request=request,
             options=options,
             index=index,
-            text=ids,
+            prompt_ids=prompt_ids,
             input_ids=prompt.input_ids[0],
             seed=seed,
             has_own_seed=request.seed is not None,
-            processors=processors,
+            processors=prompt.processors if runs_alone else with_masks,  # a call makes masks of them itself
             has_own_processors=request.logits_processor is not None or "logits_processor" in request.generate_kwargs,
             stopping=prompt.stopping,
             greedy=greedy,
-            needs_own_batch=needs_own_batch or is_call_of_its_own,
+            runs_alone=runs_alone,
         )
-        check_length(prompt, prepared.limit)
-        if self.model.config.is_encoder_decoder:
-            check_encoder_positions(self.model, len(ids))
-        return prepared
 
     def check_kind(self, request: Request) -> None:
         """Raise a ValueError if tokens are of another type, or a chat has no template."""
@@ -265,7 +266,7 @@ class RequestPreparer:
         message = "a request is a chat, which needs a tokenizer with a chat template; give one by tokenizer=, or give "
         require(has_template, f"{message}tokens.")
 
-    def prompt_ids(self, request: Request) -> torch.Tensor:
+    def read_prompt(self, request: Request) -> torch.Tensor:
         """The prompt of a request, [L] ints; a chat in the tokenizer's template.
 
         Raises:
@@ -284,27 +285,27 @@ class RequestPreparer:
         require(is_chat(messages), f"messages={brief(messages)} is no list of messages, each with role and content.")
         return as_ids(token_ids(self.tokenizer, chat_text(self.tokenizer, messages, options)))
 
-    def _prepare_single(self, ids: torch.Tensor, options: dict[str, Any]) -> PreparedInputs:
+    def _prepare_batch_of_one(self, ids: torch.Tensor, options: dict[str, Any]) -> PreparedInputs:
         """As `_inputs_from_generate`, for ids [1, L] without pads."""
         if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
             states = torch.zeros(*ids.shape, 1, dtype=self.model.dtype, device=ids.device)
             options = options | {"encoder_outputs": BaseModelOutput(states)}
         return _inputs_from_generate(self.model, ids, torch.ones_like(ids), options)
 
-    def _with_masks(self, prompt: PreparedInputs) -> tuple[Sequence[Processor], bool]:
-        """The processors of a request, with masks for grammars, and whether it has to be decoded alone."""
-        ours = with_token_masks(prompt.processors, prompt.input_ids, vocabulary(self.model), prompt.stopping)
-        masks = [p for p in ours if isinstance(p, TokenMasks)]
-        stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + prompt.stopping.stateful
-        stateful += [mask.name for mask in masks if mask.shared is not None]
+    def _must_run_alone(self, prompt: PreparedInputs, processors: Sequence[Processor]) -> bool:
+        """Whether no other row may be beside a request: something of it keeps state, or it cannot be speculated.
+
+        Raises:
+            ValueError: if what keeps state was given for all requests.
+        """
+        stateful = [type(each).__name__ for each in processors if not can_look_ahead(each)]
+        stateful += prompt.stopping.stateful
+        stateful += [mask.name for mask in _token_masks(processors) if mask.shared is not None]
         self._check_shared(stateful)
         longest = text_width(prompt) + prompt.stopping.max_new_tokens
-        changes = any(longest > limit for _, limit in rope_limits(self.model))  # with the longest row of a batch
-        if stateful or changes or reasons_in_inputs(prompt, prompt.stopping.max_new_tokens):
-            return prompt.processors, True
-        for mask in masks:
-            mask.begin(1)
-        return ours, False
+        changes_with_longest_row = any(longest > limit for _, limit in rope_limits(self.model))
+        reasons = reasons_in_inputs(prompt, prompt.stopping.max_new_tokens)
+        return bool(stateful or changes_with_longest_row or reasons)
 
     def _check_shared(self, stateful: list[str]) -> None:
         """Raise a ValueError if something with a state of its own was given for all requests."""
@@ -321,6 +322,17 @@ def as_request(prompt: Any) -> Request:
     if isinstance(prompt, Request):
         return prompt
     return Request(messages=prompt) if is_chat(prompt) else Request(prompt)
+
+
+def _token_masks(processors: Sequence[Processor]) -> list[TokenMasks]:
+    return [each for each in processors if isinstance(each, TokenMasks)]
+
+
+def _seed_of(request: Request, samples: bool) -> int:
+    """The seed of a request: its own, or one that is drawn where it samples."""
+    if request.seed is not None:
+        return request.seed
+    return int(torch.randint(MAX_SEED - 1, (), device="cpu")) if samples else 0
 
 
 def as_ids(prompt: Any) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,14 +58,14 @@ class Run:
     schedule: DraftLengthSchedule
 
     def __init__(self, call: Call, costs: Costs, target: ModelRunner | None = None):
-        prompt, options = call.prompt, call.options
+        prompt, strategy = call.prompt, call.strategy
         self.call = call
         self.costs = costs
         self.stopping = call.stopping
         self.batch = make_batch(call)
         self.finished = False
         self.has_prefilled = target is not None
-        self.target = target or make_runner(call.layout.target, prompt, compiled=options.compile)
+        self.target = target or make_runner(call.layout.target, prompt, compiled=strategy.compile)
         self.processors = self._make_processors()
         self.max_draft_tokens = max_draft_tokens(call)
         window = NOISE_WINDOW * (1 + self.max_draft_tokens)
@@ -77,13 +77,13 @@ class Run:
         own_model = None if call.drafter.has_other_tokenizer else call.drafter.model
         self.draft_prompt = None if own_model is None else draft_prompt(own_model, prompt)
         # they give rows unequal numbers of candidates, and ranks and compiled forwards need the same
-        self.allow_forced_tokens = not (call.synced_gpus or options.compile)
+        self.allow_forced_tokens = not (call.synced_gpus or strategy.compile)
         self.drafter = self._make_drafter()
         self.report = self._make_report()
         config = prompt.generation_config
         self.outputs = Outputs(config, len(prompt.input_ids)) if config.return_dict_in_generate else None
-        self.stream = None if options.streamer is None else Stream(call)
-        listeners = [self.report, self.tree_shapes, self.outputs, self.stream, *options.listeners, call.queue]
+        self.stream = None if strategy.streamer is None else Stream(call)
+        listeners = [self.report, self.tree_shapes, self.outputs, self.stream, *strategy.listeners, call.queue]
         self.listeners: list[Listener] = [listener for listener in listeners if listener is not None]
         self.started = self.phase_started = time.perf_counter()
 
@@ -112,22 +112,19 @@ class Run:
     def _make_tree_shapes(self) -> TreeShapes | None:
         """The shapes of trees, where candidates of the call may branch."""
         call = self.call
-        if not call.nodes:
+        if not call.max_nodes:
             return None
-        round_size = tokens_of_a_round(call.prompt.model)
-        most = MOST_NODES if round_size is None else min(MOST_NODES, round_size - 1)
-        numbers = (
-            [number for number in COMPILED_NODES if number <= most] if call.options.compile else range(1, 1 + most)
-        )
-        nodes = call.nodes if isinstance(call.nodes, str) else min(call.nodes, most)
+        most = most_nodes(call)
+        numbers = COMPILED_NODES if call.strategy.compile else range(1, 1 + MOST_NODES)
+        nodes = call.max_nodes if isinstance(call.max_nodes, str) else most
         ranks = self.costs.rank_estimates.setdefault(call.verification, RankEstimate())
-        # a fixed number of candidates is the depth
-        chooses_depth = call.draft_settings.num_draft_tokens is None and call.drafter.max_candidates is None
-        return TreeShapes(nodes, self.round_timer, ranks, numbers, chooses_depth)
+        chooses_depth = fixed_draft_tokens(call) is None  # else that number is the depth
+        return TreeShapes(nodes, self.round_timer, ranks, [n for n in numbers if n <= most], chooses_depth)
 
     def _make_report(self) -> SpeculationReport:
         """The report of the call, with all counters at 0."""
         call, max_rollback = self.call, self.processors.max_rollback
+        tokenizer_match = call.drafter.tokenizer_match
         limit_reason = ""
         if max_rollback < self.max_draft_tokens:
             limit_reason = f"no row has more than {max_rollback} candidates: {self.processors.limited_by}"
@@ -139,7 +136,7 @@ class Run:
             limit_reason,
             costs=self.costs,
             max_history=None if call.queue is None else KEPT_ROUNDS,
-            other_tokenizer=call.drafter.tokenizer_match,
+            tokenizer_match=None if tokenizer_match is None else tokenizer_match._asdict(),
             tree_reason=call.tree_reason,
         )
 
@@ -160,7 +157,7 @@ class Run:
             threshold=call.draft_settings.threshold,
             prompt=self.draft_prompt,
             layout=call.layout.draft,
-            compiled=call.options.compile,
+            compiled=call.strategy.compile,
             allow_forced_tokens=self.allow_forced_tokens,
             round_timer=self.round_timer,
             num_draft_tokens=call.draft_settings.num_draft_tokens,
@@ -178,20 +175,24 @@ class Run:
         options: dict[str, Any] = {"equal_lengths": call.synced_gpus, "processors": self.processors}
         if round_timer is not None and (call.synced_gpus or call.tensor_parallel):
             options["agree"] = partial(of_first_rank, device=self.batch.ids.device)
-        num_draft_tokens = call.draft_settings.num_draft_tokens  # 0 in a queue without candidates
-        if num_draft_tokens is None:
-            num_draft_tokens = self.drafter.max_candidates
+        num_draft_tokens = fixed_draft_tokens(call)
+        most = self.drafter.max_candidates
         if num_draft_tokens is not None:
             return DraftLengthSchedule(num_draft_tokens, round_timer, **options)
         if round_timer is None:
-            return DraftLengthSchedule(FIXED_DRAFT_TOKENS, **options)
-        return AutoDraftLength(round_timer, call.verification, self.batch, call.options.compile, **options)
+            return DraftLengthSchedule(most or FIXED_DRAFT_TOKENS, **options)
+        return AutoDraftLength(round_timer, call.verification, self.batch, call.strategy.compile, most, **options)
 
     def _timer_of_auto(self) -> RoundTimer | None:
-        """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times."""
+        """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times.
+
+        It decides how many candidates there are, or how they branch.
+        """
         call = self.call
         is_fixed = call.draft_settings.num_draft_tokens is not None
-        if is_fixed or any(row.independent_lengths for row in self.batch.row_states):
+        chooses_tree = self.tree_shapes is not None and self.tree_shapes.nodes == "auto"
+        independent_lengths = any(row_state.independent_lengths for row_state in self.batch.row_states)
+        if independent_lengths or (is_fixed and not chooses_tree):
             return None
         # one round after the prompt's has hardly a candidate; other ranks and later requests may have longer texts
         is_long = self.stopping.max_new_tokens > 2 or call.synced_gpus or call.queue is not None
@@ -212,7 +213,7 @@ class Run:
                 costs.measure(rows, target_step, draft_step)
             return
         assumed = costs.table[rows] if rows in costs.assumed else None
-        only_timing_tells = call.tensor_parallel or call.options.compile
+        only_timing_tells = call.tensor_parallel or call.strategy.compile
         if assumed is None and not costs.knows(rows) and not only_timing_tells:
             target_size, draft_size = size_of(self.target.model), self.drafter.size()
             if target_size is not None and draft_size is not None:
@@ -241,37 +242,51 @@ class Run:
         self.target(batch, draft)
 
     def publish(self, done: Round) -> None:
-        """Tell the listeners of a round, once rows whose own processors leave no next token have ended.
-
-        A request that was cancelled ends here as well.
+        """Tell the listeners of a round, once it is known which rows have ended in it.
 
         Raises:
-            Exception: the error of such a row, as `generate` raises it, unless it is a request with own processors.
+            Exception: the error of a row in which no token can come next, as `generate` raises it.
         """
-        for row, error in self.stopping.row_errors(done, self.processors.prefix_errors).items():
-            state = done.batch.row_states[row]
-            if state.request is None or not state.request.has_own_processors:
-                raise error
-            if state.stopped_at is None:
-                state.stopped_at = done.batch.counts[row]
-            done.ended = sorted({*done.ended, row})
-        for row in done.rows if self.call.queue is not None else ():
-            state = done.batch.row_states[row]
-            if row not in done.ended and state.request.is_cancelled():
-                state.stopped_at = done.batch.counts[row]
-                done.ended = sorted({*done.ended, row})
+        self._end_rows_without_next_token(done)
+        if self.call.queue is not None:
+            self._end_cancelled_rows(done)
         for listener in self.listeners:
             listener.observe(done)
 
-    def admit(self, done: Round) -> None:
-        """Drop the rows that ended, or put the next requests in their places, and in those that are free."""
-        call, batch = self.call, self.batch
-        requests: dict[int, PreparedRequest] = {}  # by the row whose place each takes
-        if call.queue is not None and call.layout.refills:
-            requests = call.queue.next_requests(batch, done.ended)
+    def _end_rows_without_next_token(self, done: Round) -> None:
+        """End requests whose own processors leave no next token; raises the error of any other such row."""
+        for row, error in self.stopping.row_errors(done, self.processors.prefix_errors).items():
+            request = self.batch.row_states[row].request
+            if request is None or not request.has_own_processors:
+                raise error
+            self._end_row(done, row)
+
+    def _end_cancelled_rows(self, done: Round) -> None:
+        for row in done.rows:
+            if row not in done.ended and self.batch.row_states[row].request.is_cancelled():
+                self._end_row(done, row)
+
+    def _end_row(self, done: Round, row: int) -> None:
+        """Have a row end in this round, with the tokens that it has."""
+        row_state = self.batch.row_states[row]
+        if row_state.stopped_at is None:
+            row_state.stopped_at = self.batch.counts[row]
+        done.ended = sorted({*done.ended, row})
+
+    def next_requests(self, done: Round) -> dict[int, PreparedRequest]:
+        """The next requests of a queue, by the row whose place each takes: one that has ended, or a free one."""
+        if self.call.queue is None or not self.call.layout.refills:
+            return {}
+        return self.call.queue.next_requests(self.batch, done.ended)
+
+    def end_round(self, done: Round, requests: Mapping[int, PreparedRequest]) -> None:
+        """Drop rows that have ended and get no request; then tell schedule, drafter and target what was kept.
+
+        The last rows of a call to end stay in the batch.
+        """
         dropped = [row for row in done.ended if row not in requests]
-        self.finished = len(dropped) == len(done.rows)  # the last rows to end stay in the batch
-        keep_indices = None if self.finished else batch.drop_rows(dropped)
+        self.finished = len(dropped) == len(done.rows)
+        keep_indices = None if self.finished else self.batch.drop_rows(dropped)
         done = replace(done, keep_indices=keep_indices, finished=self.finished)
         if self.target.is_half_idle:  # what a round takes is not what one of so many rows would
             self.round_timer.skip()
@@ -279,15 +294,18 @@ class Run:
         self.drafter.observe(done)
         self.target.observe(done)
         self.end_phase("verify")
+
+    def admit(self, requests: Mapping[int, PreparedRequest]) -> None:
+        """Replace rows by the next requests, and compute their prompts."""
         if not requests:
             return
-        if not requests.keys() <= set(batch.rows):
-            previous_indices = batch.seat_rows(sorted({*batch.rows, *requests}))
-            self.target.seat_rows(batch, previous_indices)
-            self.drafter.seat_rows(batch, previous_indices)
-        for row, request in requests.items():  # only now, since all were told of the text before
-            batch.admit(row, request_row(call, request, is_refill=True), request.input_ids)
-        rows = list(requests)
+        batch, rows = self.batch, list(requests)
+        if not requests.keys() <= set(batch.rows):  # some come in free places
+            previous_indices = batch.add_rows(requests)
+            self.target.add_rows(batch, previous_indices)
+            self.drafter.add_rows(batch, previous_indices)
+        for row, request in requests.items():
+            batch.admit(row, request_row(self.call, request, is_refill=True), request.input_ids)
         self.schedule.admit(batch, rows)
         self.target.admit(batch, rows)
         self.drafter.admit(batch, rows)
@@ -326,9 +344,26 @@ class Run:
         return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, self.report)
 
 
+def most_nodes(call: Call) -> int:
+    """The most candidates of a row in a round of a call where they may branch; 0 where they may not."""
+    round_size = tokens_of_a_round(call.prompt.model)
+    most = call.max_nodes if isinstance(call.max_nodes, int) else MOST_NODES
+    return most if round_size is None else min(most, round_size - 1)
+
+
 def max_draft_tokens(call: Call) -> int:
     """The most candidates that a row may have in a round of a call."""
     return call.draft_settings.num_draft_tokens or call.drafter.max_candidates or MAX_DRAFT_TOKENS
+
+
+def fixed_draft_tokens(call: Call) -> int | None:
+    """The candidates of each round, if that was asked for, or the draft finds its own number up to that; else None.
+
+    0 in a queue without candidates. A head that drafts a block has a most too, of which "auto" takes what pays.
+    """
+    if call.draft_settings.num_draft_tokens is not None:
+        return call.draft_settings.num_draft_tokens
+    return None if call.drafter.drafts_blocks else call.drafter.max_candidates
 
 
 def would_not_draft(call: Call, costs: Costs) -> bool:
@@ -336,16 +371,16 @@ def would_not_draft(call: Call, costs: Costs) -> bool:
 
     Not if anything in it needs rounds, or gets candidates without a forward.
     """
-    options, drafter = call.options, call.drafter
-    is_fixed = call.draft_settings.num_draft_tokens is not None or drafter.max_candidates is not None
+    strategy, drafter = call.strategy, call.drafter
     needs_rounds = call.seeds is not None or call.synced_gpus or call.tensor_parallel
-    needs_rounds = needs_rounds or options.compile or bool(options.listeners)
+    needs_rounds = needs_rounds or strategy.compile or bool(strategy.listeners)
     drafts_without_forwards = bool(drafter.parts) or not drafter.has_probs
-    if is_fixed or needs_rounds or drafts_without_forwards:
+    if fixed_draft_tokens(call) is not None or needs_rounds or drafts_without_forwards:
         return False
     if any(isinstance(each, RoundProcessor) and each.vocab_size for each in call.processors):  # of forced tokens
         return False
-    return AutoDraftLength(RoundTimer(costs), call.verification, make_batch(call)).is_idle()
+    most = drafter.max_candidates
+    return AutoDraftLength(RoundTimer(costs), call.verification, make_batch(call), most=most).is_idle()
 
 
 def make_batch(call: Call) -> Batch:
@@ -366,7 +401,8 @@ def make_batch(call: Call) -> Batch:
     else:
         row_states = [request_row(call, request) for request in call.queue.batch_requests]
     pad_token_id = 0 if pad is None else int(pad)
-    return Batch(prompt.input_ids, mask, pad_token_id, call.layout.lockstep, row_states, takes_trees=bool(call.nodes))
+    max_nodes = most_nodes(call)
+    return Batch(prompt.input_ids, mask, pad_token_id, call.layout.lockstep, row_states, max_nodes=max_nodes)
 
 
 def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -> RowState:

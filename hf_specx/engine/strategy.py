@@ -232,12 +232,12 @@ class SpeculativeDecoding(NoModel):
             if not queue.batch_requests:
                 yield from queue.pop()
                 continue
-            if queue.batch_requests[0].needs_own_batch:
-                self._complete_single(queue, earlier)
+            if queue.batch_requests[0].runs_alone:
+                self._decode_alone(queue, earlier)
             else:
                 call, target = with_measured_target(self.prepare_call(queue.batch_inputs(), queue))
                 if call.fallback_reason:  # which transformers' own sampler has no queue for
-                    queue.decode_one_by_one()
+                    queue.run_each_alone()
                     continue
                 run = Run(call, self.costs, target)
                 for _ in self._run_rounds(run, earlier):
@@ -249,11 +249,11 @@ class SpeculativeDecoding(NoModel):
         if queue.iterable_error is not None:
             raise queue.iterable_error
 
-    def _complete_single(self, queue: RequestQueue, earlier: SpeculationReport | None) -> None:
-        """Decode a request that needs its own batch, as any call; refuse it if its own processors fail."""
+    def _decode_alone(self, queue: RequestQueue, earlier: SpeculationReport | None) -> None:
+        """Decode a request that runs alone, as any call; refuse it if its own processors fail."""
         inputs = queue.batch_inputs()
         try:
-            queue.complete_single(self.run_call(self.prepare_call(inputs), earlier))
+            queue.complete_alone(self.run_call(self.prepare_call(inputs), earlier))
         except (ValueError, RuntimeError) as error:
             if not queue.is_request_error(error):
                 raise
@@ -310,10 +310,12 @@ class SpeculativeDecoding(NoModel):
         self, prompt: PreparedInputs, queue: RequestQueue | None = None, streamer: Any = None, **withheld: Any
     ) -> Call:
         """A call of `generate`, or a batch of a queue, as `make_call` decides and checks it."""
-        drafter, options = self._make_drafter(prompt.model), copy.copy(self)  # which may change later
-        options.streamer = streamer
-        call = make_call(options, prompt, drafter, queue, **withheld)
+        drafter = self._make_drafter(prompt.model)
+        strategy = copy.copy(self)  # as it is now: its options may change while the call goes on
+        strategy.streamer = streamer
+        call = make_call(strategy, prompt, drafter, queue, **withheld)
         self.reset_costs_for(prompt.model)
+        self.costs.candidates_per_step = drafter.candidates_per_step
         return call
 
     def reset_costs_for(self, model: PreTrainedModel) -> None:

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
 from hf_specx.drafting.heads.load_checked import AUTO_CLASSES
 
-from .folders import OF_CARD, check_out, without_folders
+from .folders import PAIR_CARD_MARKER, check_out, without_folders
 from .known_pairs import EMBEDDED, embedded_folder
 from .pair_config import CONFIG_NAME, ModelSource, PairConfig
 
@@ -73,7 +73,7 @@ def write_embedded_card(folder: str | Path) -> Path:
     """Write the card of the pair in the package into a folder; returns the file."""
     file = Path(folder) / f"{EMBEDDED}.md"
     file.parent.mkdir(parents=True, exist_ok=True)
-    check_out(file, OF_CARD)
+    check_out(file, PAIR_CARD_MARKER)
     file.write_text(embedded_card(), encoding="utf-8")
     return file
 

@@ -1,4 +1,4 @@
-"""The code that is published with a pair: what `generate.py` needs of each room, as one file.
+"""The code that is published with a pair: the files that `generate.py` needs, those of each room merged into one.
 
 transformers' loader knows no sub-packages: from `custom_generate/` it fetches the files that `generate.py` imports by
 `from .name import thing`, and what these import. So all files of a room become sections of one file, unchanged except
@@ -22,14 +22,14 @@ from .pair_config import CONFIG_NAME, PairConfig
 
 
 PACKAGE = Path(__file__).parents[1]
-ENTRY = "generate"  # the module that transformers loads, and with it all that it imports
-SOURCE = "pair_source"
-ALONE = (ENTRY, SOURCE)  # stay files of their own
-STAND_IN = "not_published"  # the file and the function that makes a stand-in
-ANY, HEAD, NO_HEAD = "any", "head", "no head"  # which drafts the published code is for
-HEADS = "drafting/heads"
-OF_ALL_DRAFTS = ("draft_names", "load_checked", "detect_head")  # files of that room which load models too
-OTHER_HEADS = ("mtp", "gemma4")  # files of what is part of a target, or a model that reads its keys
+ENTRY_MODULE = "generate"  # the module that transformers loads, and with it all that it imports
+PAIR_SOURCE = "pair_source"
+NOT_MERGED = (ENTRY_MODULE, PAIR_SOURCE)  # which stay files
+STAND_IN = "not_published"  # the file, and the function in it, that makes a stand-in
+ANY_DRAFT, HEAD_DRAFT, NO_HEAD_DRAFT = "any", "head", "no head"  # which drafts the published code is for
+HEADS_ROOM = "drafting/heads"
+MODEL_LOADERS = ("draft_names", "load_checked", "detect_head")  # files of that room which load models too
+DRAFTS_IN_TARGETS = ("mtp", "gemma4")  # files of drafts that are part of a target, or read its keys
 GEMMA4 = "gemma4"  # its small drafts have the type of its text models
 
 
@@ -44,51 +44,51 @@ class Module(NamedTuple):
         return PACKAGE / self.room / f"{self.name}.py"
 
     @property
-    def shown(self) -> str:
+    def path_in_clone(self) -> str:
         """Its path in a clone of this project."""
         return self.path.relative_to(PACKAGE.parent).as_posix()
 
     @property
-    def published(self) -> str:
+    def published_name(self) -> str:
         """The published module that it is part of."""
-        return self.name if self.name in ALONE else self.room.replace("/", "_")
+        return self.name if self.name in NOT_MERGED else self.room.replace("/", "_")
 
 
-OF_MANY_REQUESTS = (  # of `generate_many`
+QUEUE_MODULES = (  # of `generate_many`
     Module("engine", "queue"),
     Module("engine", "requests"),
     Module("sampling", "per_request"),
 )
 ONLY_INSTALLED = (  # what users import from the package, or a queue needs
-    *OF_MANY_REQUESTS,
+    *QUEUE_MODULES,
     Module("common", "chats"),
     Module("sampling", "thinking"),
 )
 
 
 def kind_of_draft(folder: Path) -> str:
-    """The drafts that the code of the pair in a folder is for: `HEAD` or `NO_HEAD`, or `ANY` if it is not known."""
+    """Which drafts the code of the pair in a folder is for; `ANY_DRAFT` if that is not known."""
     if not (folder / CONFIG_NAME).is_file():
-        return ANY
+        return ANY_DRAFT
     config = PairConfig.from_file(folder / CONFIG_NAME)
     model_type = config.draft.model_type
     if config.weightless_draft() is not None:
-        return NO_HEAD
+        return NO_HEAD_DRAFT
     if model_type is None or model_type.startswith(GEMMA4):
-        return ANY
-    return HEAD if model_type in HEAD_ARCHITECTURES else NO_HEAD
+        return ANY_DRAFT
+    return HEAD_DRAFT if model_type in HEAD_ARCHITECTURES else NO_HEAD_DRAFT
 
 
 @functools.cache
-def published_code(draft: str = ANY) -> dict[str, str]:
-    """The text of each published module by name, without `SOURCE`, which each pair has of its own.
+def published_code(draft: str = ANY_DRAFT) -> dict[str, str]:
+    """The text of each published module by name, without `PAIR_SOURCE`, which is written anew for each pair.
 
-    It is for pairs with `ANY` draft, with a draft `HEAD`, or with `NO_HEAD`, which leaves all heads out.
+    `draft` is `HEAD_DRAFT` for pairs whose draft is a head, and `NO_HEAD_DRAFT` for others, where no head is needed.
     """
     rooms: dict[str, list[Module]] = {}
-    for module in core_modules(draft):
-        if module.name != SOURCE:
-            rooms.setdefault(module.published, []).append(module)
+    for module in published_modules(draft):
+        if module.name != PAIR_SOURCE:
+            rooms.setdefault(module.published_name, []).append(module)
     return {room: _merged(modules, draft) for room, modules in rooms.items()}
 
 
@@ -103,26 +103,28 @@ def code_version() -> str:
     return f"{import_module(PACKAGE.name).__version__}+{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def core_modules(draft: str = ANY) -> list[Module]:
-    """The published files: the entry and all that it needs, each file after those that it imports."""
-    needs: dict[Module, list[Module]] = {}
-    waiting = [Module("pairs", ENTRY), Module("common", STAND_IN)]
+def published_modules(draft: str = ANY_DRAFT) -> list[Module]:
+    """The published files: `ENTRY_MODULE` and all that it needs, each file after those that it imports."""
+    imports_of: dict[Module, list[Module]] = {}
+    waiting = [Module("pairs", ENTRY_MODULE), Module("common", STAND_IN)]
     while waiting:
         module = waiting.pop()
-        if module not in needs:
+        if module not in imports_of:
             nodes = ast.walk(ast.parse(module.path.read_text(encoding="utf-8")))
             imports = {imported(node, module.room) for node in nodes}
-            needs[module] = sorted(source for source in imports if source is not None and is_published(source, draft))
-            waiting += needs[module]
-    return list(TopologicalSorter({module: needs[module] for module in sorted(needs)}).static_order())
+            imports_of[module] = sorted(
+                source for source in imports if source is not None and is_published(source, draft)
+            )
+            waiting += imports_of[module]
+    return list(TopologicalSorter({module: imports_of[module] for module in sorted(imports_of)}).static_order())
 
 
 def is_published(module: Module, draft: str) -> bool:
     """Whether a file is part of the code for pairs with such a draft."""
-    if module.room == HEADS and draft == NO_HEAD:
-        return module.name in OF_ALL_DRAFTS
-    if module.room == HEADS and draft == HEAD:
-        return module.name not in OTHER_HEADS
+    if module.room == HEADS_ROOM and draft == NO_HEAD_DRAFT:
+        return module.name in MODEL_LOADERS
+    if module.room == HEADS_ROOM and draft == HEAD_DRAFT:
+        return module.name not in DRAFTS_IN_TARGETS
     return module not in ONLY_INSTALLED
 
 
@@ -141,7 +143,7 @@ def imported(node: ast.AST, room: str) -> Module | None:
 def _merged(modules: list[Module], draft: str) -> str:
     """The text of a room's file: a section for each of its files, with what it imports from elsewhere."""
     version = import_module(PACKAGE.name).__version__
-    paths = ", ".join(module.shown for module in modules)
+    paths = ", ".join(module.path_in_clone for module in modules)
     sections = [f'"""From hf_specx {version}, Apache-2.0 (see LICENSE): {paths}."""\n']
     for module in modules:
         source = module.path.read_text(encoding="utf-8")
@@ -153,10 +155,10 @@ def _merged(modules: list[Module], draft: str) -> str:
                 lines[node.lineno - 1 : node.end_lineno] = []
             if source_module is not None and not is_published(source_module, draft):
                 lines[node.lineno - 1 : node.lineno - 1] = _stand_ins(node, module)
-            elif source_module is not None and source_module.published != module.published:
+            elif source_module is not None and source_module.published_name != module.published_name:
                 names = ast.unparse(node).partition(" import ")[2]
-                lines.insert(node.lineno - 1, f"from .{source_module.published} import {names}")
-        sections.append("\n".join([f"# {module.shown}:", *lines]) + "\n")
+                lines.insert(node.lineno - 1, f"from .{source_module.published_name} import {names}")
+        sections.append("\n".join([f"# {module.path_in_clone}:", *lines]) + "\n")
     return "\n\n".join(sections)
 
 

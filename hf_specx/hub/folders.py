@@ -13,10 +13,10 @@ from hf_specx.common.errors import require
 from .secrets import without_secrets
 
 
-OF_CARD = "- draft-model"  # among the tags of each card of a pair
+PAIR_CARD_MARKER = "- draft-model"  # among the tags of each card of a pair
 MARKER_BYTES = 2**20  # bytes at the beginning of a file in which a marker is looked for
 INSIDE, REFERENCE = "inside", "reference"
-OF_A_PAIR = "specx_config.json"  # `pair_config.CONFIG_NAME`, whose import would take seconds
+PAIR_CONFIG_NAME = "specx_config.json"  # `pair_config.CONFIG_NAME`, whose import would take seconds
 
 
 def check_folder(folder: Path, overwrite: bool, how: str = "overwrite=True") -> None:
@@ -27,8 +27,10 @@ def check_folder(folder: Path, overwrite: bool, how: str = "overwrite=True") -> 
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         message = f"{folder} is there already; name another folder, or pass {how} to replace all that is in it."
         require(overwrite, message)
-        message = f"{folder} is no pair, as it has no {OF_A_PAIR}, so nothing in it is replaced; name another folder."
-        require((folder / OF_A_PAIR).is_file(), message)
+        message = (
+            f"{folder} is no pair, as it has no {PAIR_CONFIG_NAME}, so nothing in it is replaced; name another folder."
+        )
+        require((folder / PAIR_CONFIG_NAME).is_file(), message)
     check_writable(folder.absolute().parent, folder)
 
 

@@ -33,15 +33,16 @@ from hf_specx.drafting.suffix import SuffixDraft
 from .cards import render
 from .facts import draft_tokenizer_facts, model_facts, tokenizer_facts
 from .fetch import SMALL_FILES, fingerprint, get_pair, get_settings, get_tokenizer
-from .folders import INSIDE, OF_CARD, REFERENCE, check_folder, check_repository, without_folders
+from .folders import INSIDE, PAIR_CARD_MARKER, REFERENCE, check_folder, check_repository, without_folders
 from .load_model import HEAD_NAME, FoundModel, find_model
 from .pair_config import CONFIG_NAME, SLOWER, ModelSource, PairConfig, WeightlessDraft
 from .publish_code import (
     CARD,
-    CODE,
+    CODE_FOLDER,
+    Branch,
     keep_card_of_others,
+    list_files,
     make_repository,
-    names_in,
     put_in_place,
     reaching_hub,
     write_code,
@@ -316,23 +317,22 @@ def warn_of_slower(config: PairConfig) -> None:
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
-def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -> str:
+def _upload(api: HfApi, folder: Path, branch: Branch, commit_message: str) -> str:
     """Upload a pair's folder, then the code, which names the first commit; returns the second commit."""
-    names, source = names_in(api, to)
-    stale = sorted(filter(_is_saved, names))
-    replaced = stale + [name for name in names if name.startswith(f"{CODE}/")]
-    message = (
-        f"{to['repo_id']} is no pair, and has {replaced[:3]}, which a pair would replace; name another repository."
-    )
-    require(CONFIG_NAME in names or not replaced, message)
-    keep_card_of_others(api, folder, names, source, OF_CARD)
-    if to["revision"] is not None:
-        api.create_branch(to["repo_id"], branch=to["revision"], exist_ok=True)
-    models = api.upload_folder(folder_path=folder, commit_message=commit_message, delete_patterns=stale, **to)
-    write_code(folder, to["repo_id"], models.oid)
+    repo_id, revision = branch["repo_id"], branch["revision"]
+    files, listed_branch = list_files(api, branch)
+    stale = sorted(filter(_is_saved, files))
+    replaced = stale + [file for file in files if file.startswith(f"{CODE_FOLDER}/")]
+    message = f"{repo_id} is no pair, and has {replaced[:3]}, which a pair would replace; name another repository."
+    require(CONFIG_NAME in files or not replaced, message)
+    keep_card_of_others(api, folder, files, listed_branch, PAIR_CARD_MARKER)
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    models = api.upload_folder(folder_path=folder, commit_message=commit_message, delete_patterns=stale, **branch)
+    write_code(folder, repo_id, models.oid)
     message = f"Code for the models of {models.oid[:7]}"
-    options: dict[str, Any] = {"path_in_repo": CODE, "commit_message": message, "delete_patterns": ["*.py"]}
-    return api.upload_folder(folder_path=folder / CODE, **options, **to).oid
+    options: dict[str, Any] = {"path_in_repo": CODE_FOLDER, "commit_message": message, "delete_patterns": ["*.py"]}
+    return api.upload_folder(folder_path=folder / CODE_FOLDER, **options, **branch).oid
 
 
 def _is_saved(name: str) -> bool:

@@ -1,9 +1,11 @@
-"""The code that a repository carries in `custom_generate/`: of a pair, or alone for any two models; how it is renewed.
+"""The code that a repository carries in `custom_generate/`, of a pair or without models; how it is renewed.
 
-transformers runs it for `custom_generate="owner/name"`, with nothing of this package installed.
+transformers runs it for `custom_generate="owner/name"`, with nothing of this package installed. In a repository
+without models it serves any target, with a draft that the call brings.
 """
 
 import ast
+import shlex
 import shutil
 import tempfile
 import warnings
@@ -20,48 +22,53 @@ from hf_specx.common.errors import require
 from hf_specx.common.model_files import FULL_COMMIT
 
 from . import pair_source
-from .flatten import SOURCE, code_version, kind_of_draft, published_code
-from .folders import OF_A_PAIR, check_repository
+from .flatten import PAIR_SOURCE, code_version, kind_of_draft, published_code
+from .folders import PAIR_CONFIG_NAME, check_repository
 
 
-CODE = "custom_generate"
+CODE_FOLDER = "custom_generate"
 # as in pyproject.toml; transformers reads one bound of a version a line
-NEEDS = ("torch>=2.6", "transformers>=5.17", "transformers<6")
+REQUIREMENTS = ("torch>=2.6", "transformers>=5.17", "transformers<6")
 CARD, LICENSE = "README.md", Path(__file__).with_name("LICENSE")
-CARD_OF_CODE = Path(__file__).with_name("code_card.md.jinja")
-SOURCE_FILE = f"{CODE}/{SOURCE}.py"  # by which code of ours is told from that of others
-NAMED_IN_SOURCE = ("PAIR", "REVISION", "VERSION")
-OF_CODE_CARD = "# Speculative sampling for any two models"  # in the card of each repository of code
+CODE_CARD_TEMPLATE = Path(__file__).with_name("code_card.md.jinja")
+PAIR_SOURCE_FILE = f"{CODE_FOLDER}/{PAIR_SOURCE}.py"  # by which code of ours is told from that of others
+Branch = dict[str, Any]  # `repo_id` and perhaps `revision`, as arguments of `HfApi`
+PAIR_SOURCE_FIELDS = ("PAIR", "REVISION", "VERSION")
+CODE_CARD_MARKER = "# Speculative sampling for any two models"  # in the card of each repository of code
 
 
 def write_code(
     folder: Path, repo_id: str | None = None, revision: str | None = None, draft: str | None = None
 ) -> None:
-    """Write the `custom_generate` folder of a pair with an id on the Hub and a commit; of one in a folder, or of no
-    pair, without these.
+    """Write the folder `custom_generate` into a folder, which may have a pair in it.
 
-    It is for such a `draft` as `published_code` takes; None is that of the pair in the folder, or any where none is.
+    Args:
+        folder: of the pair, or empty.
+        repo_id, revision: where the pair's models are on the Hub; None for a pair that stays in its folder, or for no
+            pair.
+        draft: which drafts the code is for, as `published_code` takes it; None is that of the pair in the folder, or
+            any where no pair is.
     """
-    code = folder / CODE
+    code = folder / CODE_FOLDER
     code.mkdir()
-    values = dict(zip(NAMED_IN_SOURCE, (repo_id, revision, code_version()), strict=True))
+    values = dict(zip(PAIR_SOURCE_FIELDS, (repo_id, revision, code_version()), strict=True))
     source = f'"""{pair_source.__doc__}"""\n\n'
     source += "".join(f"{name} = {value!r}\n" for name, value in values.items())
-    for module, text in (published_code(draft or kind_of_draft(folder)) | {SOURCE: source}).items():
+    for module, text in (published_code(draft or kind_of_draft(folder)) | {PAIR_SOURCE: source}).items():
         (code / f"{module}.py").write_text(text, encoding="utf-8")
-    (code / "requirements.txt").write_text("".join(f"{bound}\n" for bound in NEEDS), encoding="utf-8")
+    (code / "requirements.txt").write_text("".join(f"{bound}\n" for bound in REQUIREMENTS), encoding="utf-8")
     shutil.copyfile(LICENSE, code / LICENSE.name)
 
 
-def write_code_alone(folder: str | Path, name: str | None = None) -> None:
-    """Write a repository of the code alone, with a card that calls it by this name, into a folder that is empty or
-    not there.
+def write_code_repository(folder: str | Path, name: str | None = None) -> None:
+    """Write a repository of code without models into a folder; its card calls it by this name, or that of the folder.
 
     Raises:
         ValueError: the folder has something in it.
     """
     folder = Path(folder)
-    message = f"{folder} is there already; name another folder, or renew the code in it by specx publish --code-only."
+    message = f"{folder} is there already; name another folder, or renew the code in it by specx publish --code-only "
+    message += f"{shlex.quote(str(folder))}."
     require(not folder.exists() or (folder.is_dir() and not any(folder.iterdir())), message)
     folder.mkdir(parents=True, exist_ok=True)
     write_code(folder)
@@ -71,7 +78,7 @@ def write_code_alone(folder: str | Path, name: str | None = None) -> None:
 def publish_code(
     repo_id: str, *, private: bool | None = None, token: str | bool | None = None, revision: str | None = None
 ) -> str:
-    """Upload the code alone: `custom_generate=repo_id` then serves any target, with `assistant_model=` a draft for it.
+    """Upload code without models: `custom_generate=repo_id` then serves any target with any `assistant_model=`.
 
     Args:
         repo_id: "owner/name"; made if it does not exist.
@@ -91,25 +98,25 @@ def publish_code(
     api = HfApi(token=token)
     with reaching_hub(repo_id), tempfile.TemporaryDirectory() as work:
         folder = Path(work) / "code"
-        write_code_alone(folder, repo_id)
+        write_code_repository(folder, repo_id)
         make_repository(api, repo_id, private)
-        to: dict[str, Any] = {"repo_id": repo_id, "revision": revision}
-        names, source = names_in(api, to)
+        branch: Branch = {"repo_id": repo_id, "revision": revision}
+        files, listed_branch = list_files(api, branch)
         message = f"{repo_id} is a pair; renew its code by specx publish --code-only {repo_id}, or name another one."
-        require(OF_A_PAIR not in names, message)
-        others = [name for name in names if name.startswith(f"{CODE}/")]
-        message = f"{repo_id} has other code, {others[:3]}, which this would replace; name another repository."
-        require(SOURCE_FILE in names or not others, message)
-        keep_card_of_others(api, folder, names, source, OF_CODE_CARD)
+        require(PAIR_CONFIG_NAME not in files, message)
+        code_files = [file for file in files if file.startswith(f"{CODE_FOLDER}/")]
+        message = f"{repo_id} has other code, {code_files[:3]}, which this would replace; name another repository."
+        require(PAIR_SOURCE_FILE in files or not code_files, message)
+        keep_card_of_others(api, folder, files, listed_branch, CODE_CARD_MARKER)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         message = f"Code of hf_specx {code_version()}"
-        stale = [f"{CODE}/*.py"]
-        return api.upload_folder(folder_path=folder, commit_message=message, delete_patterns=stale, **to).oid
+        stale = [f"{CODE_FOLDER}/*.py"]
+        return api.upload_folder(folder_path=folder, commit_message=message, delete_patterns=stale, **branch).oid
 
 
 def renew_code(name: str, token: str | bool | None = None) -> tuple[str | None, str]:
-    """Put the code of this package in the place of that which a published pair carries, or a repository of code.
+    """Replace the code that a published pair or a repository of code carries by that of this package.
 
     Nothing else of it changes: the new code names the same pair and commit as the old.
 
@@ -118,38 +125,51 @@ def renew_code(name: str, token: str | bool | None = None) -> tuple[str | None, 
         token: as in `HfApi`.
 
     Returns:
-        The version that it was of, None for a version that did not say so, and the commit, "" of a folder.
+        The version of the code that was there, None if it does not say so, and the commit, "" of a folder.
 
     Raises:
         ValueError: there is no code of ours.
         ConnectionError: the Hub cannot be reached.
     """
-    first, revision = split_revision(name)
-    check_model_name(first, revision)
-    folder = Path(first)
-    message = f"{name} has no code of hf_specx (no {SOURCE_FILE}); publish the pair, as by specx publish PAIR --out "
-    message += "FOLDER, or code alone by specx publish --code."
+    repo_id, revision = split_revision(name)
+    check_model_name(repo_id, revision)
+    message = f"{name} has no code of hf_specx (no {PAIR_SOURCE_FILE}) that could be renewed; publish a pair by specx "
+    message += "publish PAIR owner/name, or code without models by specx publish --code owner/name."
+    folder = Path(repo_id)
     if folder.is_dir():
-        require((folder / SOURCE_FILE).is_file(), message)
-        source = read_source((folder / SOURCE_FILE).read_text(encoding="utf-8"), str(folder / SOURCE_FILE))
-        with tempfile.TemporaryDirectory(prefix=f".{CODE}.", dir=folder) as work:
-            write_code(Path(work), source["PAIR"], source["REVISION"], kind_of_draft(folder))
-            put_in_place(Path(work) / CODE, folder / CODE, Path(work) / "old")
-        return source["VERSION"], ""
-    check_repository(first)
+        require((folder / PAIR_SOURCE_FILE).is_file(), message)
+        return _renew_in_folder(folder), ""
+    check_repository(repo_id)
     api = HfApi(token=token)
-    to: dict[str, Any] = {"repo_id": first, "revision": revision}
-    with reaching_hub(first), tempfile.TemporaryDirectory() as work:
-        names = api.list_repo_files(**to)
-        require(SOURCE_FILE in names, message)
-        if OF_A_PAIR in names:
-            shutil.copyfile(api.hf_hub_download(filename=OF_A_PAIR, **to), Path(work) / OF_A_PAIR)
-        text = Path(api.hf_hub_download(filename=SOURCE_FILE, **to)).read_text(encoding="utf-8")
-        source = read_source(text, f"{SOURCE_FILE} of {name}")
-        write_code(Path(work), source["PAIR"], source["REVISION"])
+    branch: Branch = {"repo_id": repo_id, "revision": revision}
+    with reaching_hub(repo_id, "renewed"):
+        files = api.list_repo_files(**branch)
+        require(PAIR_SOURCE_FILE in files, message)
+        return _renew_on_hub(api, branch, files, name)
+
+
+def _renew_in_folder(folder: Path) -> str | None:
+    """Replace the code in a folder; returns the version of the code that was there."""
+    path = folder / PAIR_SOURCE_FILE
+    earlier = read_source(path.read_text(encoding="utf-8"), str(path))
+    with tempfile.TemporaryDirectory(prefix=f".{CODE_FOLDER}.", dir=folder) as work:
+        write_code(Path(work), earlier["PAIR"], earlier["REVISION"], kind_of_draft(folder))
+        put_in_place(Path(work) / CODE_FOLDER, folder / CODE_FOLDER, Path(work) / "old")
+    return earlier["VERSION"]
+
+
+def _renew_on_hub(api: HfApi, branch: Branch, files: list[str], name: str) -> tuple[str | None, str]:
+    """Replace the code on a branch that has these files; returns the version of that code, and the commit."""
+    text = Path(api.hf_hub_download(filename=PAIR_SOURCE_FILE, **branch)).read_text(encoding="utf-8")
+    earlier = read_source(text, f"{PAIR_SOURCE_FILE} of {name}")
+    with tempfile.TemporaryDirectory() as work:
+        if PAIR_CONFIG_NAME in files:  # which says for which drafts the code is
+            shutil.copyfile(api.hf_hub_download(filename=PAIR_CONFIG_NAME, **branch), Path(work) / PAIR_CONFIG_NAME)
+        write_code(Path(work), earlier["PAIR"], earlier["REVISION"])
         message = f"Code of hf_specx {code_version()}"
-        options: dict[str, Any] = {"path_in_repo": CODE, "commit_message": message, "delete_patterns": ["*.py"]}
-        return source["VERSION"], api.upload_folder(folder_path=Path(work) / CODE, **options, **to).oid
+        options: dict[str, Any] = {"path_in_repo": CODE_FOLDER, "commit_message": message, "delete_patterns": ["*.py"]}
+        commit = api.upload_folder(folder_path=Path(work) / CODE_FOLDER, **options, **branch)
+    return earlier["VERSION"], commit.oid
 
 
 def read_source(text: str, where: str) -> dict[str, str | None]:
@@ -157,7 +177,7 @@ def read_source(text: str, where: str) -> dict[str, str | None]:
 
     The file is read and not run; a ValueError for what no version of ours writes.
     """
-    values: dict[str, str | None] = dict.fromkeys(NAMED_IN_SOURCE)
+    values: dict[str, str | None] = dict.fromkeys(PAIR_SOURCE_FIELDS)
     message = f"{where} is not as hf_specx writes it; publish the pair anew."
     try:
         body = ast.parse(text).body
@@ -188,23 +208,23 @@ def put_in_place(new: Path, place: Path, old: Path) -> None:
         raise
 
 
-def names_in(api: HfApi, to: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """The files of a branch, and where they are; one that is still to be made begins with those of the main one."""
+def list_files(api: HfApi, branch: Branch) -> tuple[list[str], Branch]:
+    """The files of a branch, and the branch that has them: the main one, from which a new branch will be made."""
     try:
-        return list(api.list_repo_files(**to)), to
+        return list(api.list_repo_files(**branch)), branch
     except RevisionNotFoundError:
-        main = {"repo_id": to["repo_id"]}
-        return list(api.list_repo_files(**main)), main
+        main_branch = {"repo_id": branch["repo_id"]}
+        return list(api.list_repo_files(**main_branch)), main_branch
 
 
-def keep_card_of_others(api: HfApi, folder: Path, names: list[str], source: dict[str, Any], marker: str) -> None:
-    """Take the card out of a folder to upload, with a warning, where that in the repository is not one of ours."""
-    if CARD not in names:
+def keep_card_of_others(api: HfApi, folder: Path, files: list[str], branch: Branch, marker: str) -> None:
+    """Take the card out of a folder to upload, with a warning, if the branch has a card without our marker."""
+    if CARD not in files:
         return
-    card = Path(api.hf_hub_download(filename=CARD, **source)).read_text(errors="replace")
+    card = Path(api.hf_hub_download(filename=CARD, **branch)).read_text(errors="replace")
     if marker not in card:
         message = (
-            f"the {CARD} of {source['repo_id']} was not written by specx publish, so it stays as it is; delete it "
+            f"the {CARD} of {branch['repo_id']} was not written by specx publish, so it stays as it is; delete it "
         )
         warnings.warn(f"{message}there and publish again to have the model card.", UserWarning, stacklevel=5)
         (folder / CARD).unlink()
@@ -222,14 +242,14 @@ def make_repository(api: HfApi, repo_id: str, private: bool | None) -> None:
 
 
 @contextmanager
-def reaching_hub(repo_id: str) -> Iterator[None]:
-    """Raise a ConnectionError that names the repository where the Hub cannot be reached."""
+def reaching_hub(repo_id: str, done: str = "published") -> Iterator[None]:
+    """Raise a ConnectionError, which says what was not done to the repository, if the Hub cannot be reached."""
     try:
         yield
     except Exception as error:
         if not any(kind.__name__ == "TransportError" for kind in type(error).__mro__):  # whose library has changed
             raise
-        message = f"{repo_id!r} was not published: the Hub cannot be reached ({error}); try again with a network."
+        message = f"{repo_id!r} was not {done}: the Hub cannot be reached ({error}); try again with a network."
         raise ConnectionError(message) from error
 
 
@@ -237,5 +257,5 @@ def _code_card(name: str) -> str:
     """The card of a repository of code, as it is called by this name."""
     tags = ["custom_generate", "speculative-decoding"]
     data = ModelCardData(library_name="transformers", tags=tags, license="apache-2.0")
-    card = ModelCard.from_template(data, str(CARD_OF_CODE), name=name)
+    card = ModelCard.from_template(data, str(CODE_CARD_TEMPLATE), name=name)
     return f"{card.content}\n"

@@ -7,12 +7,12 @@ from hf_specx.common.architectures import BY_MASK, INEXACT, LATER, LAYOUTS_OF, M
 from hf_specx.common.errors import require
 
 from .compiled import CompiledRunner
-from .host_cache import PaddedRunner
 from .lockstep import LockstepRunner
 from .packed import PackedRunner
 from .prompts import PreparedInputs
 from .ragged import RaggedRunner
 from .runner import ModelRunner
+from .transformers_cache import PaddedRunner
 
 
 RUNNERS: dict[str, type[ModelRunner]] = {

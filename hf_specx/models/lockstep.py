@@ -20,15 +20,15 @@ from transformers.cache_utils import (
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 
-from .host_cache import HostCacheRunner
 from .prompts import PreparedInputs
 from .slots import KeysValues, has_columns, own_copy, self_attention
+from .transformers_cache import TransformersCacheRunner
 
 
 STATE_NAMES = ("conv_states", "recurrent_states")
 
 
-class LockstepRunner(HostCacheRunner):
+class LockstepRunner(TransformersCacheRunner):
     """A runner whose rows have all emitted equally many tokens; a rollback crops the cache and restores states."""
 
     lockstep = True

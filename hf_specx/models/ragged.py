@@ -263,7 +263,7 @@ class RaggedRunner(ModelRunner):
         self._note_prompts(refills, rows, index)
         self.prompt_hidden, self.prompt_logits = refills.prompt_hidden, refills.prompt_logits
         self.has_all_prompt_logits = rows == list(range(len(batch.counts)))
-        self.cache.slots.limit = self.width + max(row.limit for row in batch.row_states) + MARGIN
+        self.cache.slots.limit = self.width + max(row_state.limit for row_state in batch.row_states) + MARGIN
         self.cache.write_rows(refills.cache, [batch.rows.index(row) for row in rows], self.width - width, self.width)
         self.pads = self.pads.index_copy(0, index, refills.pads + self.width - width)
         for row, pads in zip(rows, refills.pad_counts, strict=True):
@@ -274,7 +274,7 @@ class RaggedRunner(ModelRunner):
         if self.first_position is not None and refills.first_position is not None:
             self.first_position = self.first_position.index_copy(-2, index, refills.first_position)
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         more = len(batch.counts) - len(self.pad_counts)
         if more:
             self.num_computed_tokens += [0] * more

@@ -254,7 +254,7 @@ class PlainSteps:
         self.name, self.ids, self.rows = runner.cache_name, runner.prompt.input_ids, len(runner.prompt.input_ids)
         self.kwargs = dict(runner.prompt.kwargs)
         output = copy.copy(output)
-        output[self.name] = host_cache(runner)
+        output[self.name] = as_transformers_cache(runner)
         self._update(output)
 
     def _update(self, output: Any) -> None:
@@ -289,7 +289,7 @@ class PlainSteps:
         return index
 
 
-def host_cache(runner: ModelRunner) -> Cache:
+def as_transformers_cache(runner: ModelRunner) -> Cache:
     """A copy of what a runner's cache holds of the prompts, as a cache of transformers' own."""
     if runner.lockstep:
         return copy.deepcopy(runner.cache)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from hf_specx.common.drafts import read_draft
 from hf_specx.common.errors import require
 from hf_specx.drafting.heads.load_checked import holds_head
+from hf_specx.engine.check_inputs import MAX_SEED
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.requests import Request
 from hf_specx.engine.strategy import SpeculativeDecoding
@@ -27,7 +28,6 @@ from hf_specx.hub.pair_config import CONFIG_NAME
 
 NAME = "hf-specx"
 OF_REPORT = ("alpha", "acceptance_rate", "tokens_per_round", "emitted")  # what results of lm-eval say of it
-MAX_SEED = 2**62
 
 
 @register_model(NAME)
@@ -124,7 +124,7 @@ class SpeculativeLM(HFLM):
             prompts.append(ids[0].tolist() or [self.prefix_token_id])
         total = options.pop("max_length", None)  # with the context
         order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))  # the longest first
-        seeds = torch.randint(MAX_SEED, (len(prompts),), device="cpu").tolist()
+        seeds = torch.randint(MAX_SEED // 2, (len(prompts),), device="cpu").tolist()
         waiting = [
             Request(
                 prompts[number],

@@ -32,8 +32,8 @@ class ReplayedNoise:
         self.latest = LATEST_STATES if seed is None else min(LATEST_STATES, LATEST_STATES_OF_ROW)
         self.generator = torch.Generator(device)
         source = default_generator(device) if seed is None else self.generator.manual_seed(int(seed))
-        # states of `generator`, by the emitted column that it draws next
-        self.states: dict[int, torch.Tensor] = {0: source.get_state()}
+        # of `generator`, by the emitted column that it draws next
+        self.generator_states: dict[int, torch.Tensor] = {0: source.get_state()}
         self.next_column = -1  # the column that it would draw now; -1 if it is in no such state
         self.drawn: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by emitted column
 
@@ -67,24 +67,25 @@ class ReplayedNoise:
         return noise
 
     def _draw(self, column: int) -> torch.Tensor:
-        start = next(t for t in range(column, -1, -1) if t in self.states)
+        start = next(t for t in range(column, -1, -1) if t in self.generator_states)
         if not start <= self.next_column <= column:
-            self.generator.set_state(self.states[start])
+            self.generator.set_state(self.generator_states[start])
             self.next_column = start
         while self.next_column <= column:
             vectors = self.like.new_empty(self.rows, self.like.shape[-1])
             vectors.exponential_(generator=self.generator)
             self.next_column += 1
-            if self.next_column > next(reversed(self.states)):
-                self.states[self.next_column] = self.generator.get_state()
+            if self.next_column > next(reversed(self.generator_states)):
+                self.generator_states[self.next_column] = self.generator.get_state()
                 old = self.next_column - self.latest
                 if old % STATE_EVERY:
-                    self.states.pop(old, None)
+                    self.generator_states.pop(old, None)
         return vectors
 
     def finish(self, columns: int) -> None:
         """Leave the default generator as `generate` does after so many emitted columns."""
-        if columns not in self.states:  # rows without an end may be far ahead of the column where all have stopped
+        # rows without an end may be far ahead of the column where all have stopped
+        if columns not in self.generator_states:
             self._draw(columns - 1)
-            self.states[columns] = self.generator.get_state()
-        default_generator(self.device).set_state(self.states[columns])
+            self.generator_states[columns] = self.generator.get_state()
+        default_generator(self.device).set_state(self.generator_states[columns])

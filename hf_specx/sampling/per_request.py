@@ -193,20 +193,25 @@ class RequestProcessors(Processors):
         self.plan: GroupingPlan | None = None
 
     @property
+    def of_rows(self) -> list[RowProcessors]:
+        """The processors of each row that is in the batch now."""
+        return [row_state.processors for row_state in self.row_states]
+
+    @property
     def max_rollback(self) -> int:  # type: ignore[override]
-        """The least of the rows that are in the batch now."""
-        return min(self.limit[0], *(state.processors.max_rollback for state in self.row_states))
+        """The least of all rows."""
+        return min(self.limit[0], *(processors.max_rollback for processors in self.of_rows))
 
     @property
     def limited_by(self) -> str:  # type: ignore[override]
         """What has the least `max_rollback`, as in `Processors`."""
-        limits = [(state.processors.max_rollback, state.processors.limited_by) for state in self.row_states]
+        limits = [(processors.max_rollback, processors.limited_by) for processors in self.of_rows]
         return min(self.limit, *limits)[1]
 
     @property
     def mask_size(self) -> int:  # type: ignore[override]
-        """The largest of the rows that are in the batch now."""
-        return max(state.processors.mask_size for state in self.row_states)
+        """The largest of all rows."""
+        return max(processors.mask_size for processors in self.of_rows)
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         self.prefix_errors.clear()
@@ -234,26 +239,40 @@ class RequestProcessors(Processors):
 
         `prefixes` has those of groups that were made for these positions before.
         """
-        assert self.plan is not None
         if group.selection is not None:
             scores = scores[group.selection]
         if not group.processors:
             return scores
-        processor, result = group.processors[0], None
-        if group.first_columns is not None:
-            key = tuple(group.indices), group.first_columns
-            if key not in prefixes:
-                prefixes[key] = GroupPrefixes(batch, group, ahead, scores.shape[1], self.plan.cache)
-            result = ALL_VECTORIZED[type(processor)](processor, prefixes[key], scores)
-        elif _is_warper(processor):
-            result = warp([processor], scores.flatten(0, 1)).view_as(scores)
-        if result is not None:
-            return result
-        # they cannot be compared, or `vectorized` leaves the call to the processor itself: row by row
+        at_once = self._apply_at_once(group, batch, scores, ahead, prefixes)
+        if at_once is not None:
+            return at_once
         parts = []
         for index, processor, row_scores in zip(group.indices, group.processors, scores.split(1), strict=True):
             parts.append(self._apply_to_row(processor, batch, index, draft, row_scores, ahead))
         return torch.cat(parts)
+
+    def _apply_at_once(
+        self,
+        group: RowGroup,
+        batch: Batch,
+        scores: torch.Tensor,
+        ahead: int,
+        prefixes: dict[Hashable, GroupPrefixes],
+    ) -> torch.Tensor | None:
+        """Scores [r, P, V] of the rows of a group by its first processor, which stands for all of them.
+
+        None where they cannot be compared, or `vectorized` leaves the call to the processors themselves.
+        """
+        assert self.plan is not None
+        processor = group.processors[0]
+        if group.first_columns is not None:
+            key = tuple(group.indices), group.first_columns
+            if key not in prefixes:
+                prefixes[key] = GroupPrefixes(batch, group, ahead, scores.shape[1], self.plan.cache)
+            return ALL_VECTORIZED[type(processor)](processor, prefixes[key], scores)
+        if _is_warper(processor):
+            return warp([processor], scores.flatten(0, 1)).view_as(scores)
+        return None
 
     def _apply_to_row(
         self, processor: Any, batch: Batch, index: int, draft: Draft | None, scores: torch.Tensor, ahead: int
@@ -284,25 +303,26 @@ class RequestProcessors(Processors):
 def make_plan(batch: Batch) -> GroupingPlan:
     """The stages in which the processors of the decoding rows of a batch are called."""
     row_states = [batch.row_states[row] for row in batch.rows]
-    nums_before_warpers = [state.processors.num_before_warpers for state in row_states]
-    nums_warpers = [len(state.processors.applied) - state.processors.num_before_warpers for state in row_states]
+    before_warpers = [range(row_state.processors.num_before_warpers) for row_state in row_states]
+    warpers = []
+    for row_state in row_states:
+        warpers.append(range(row_state.processors.num_before_warpers, len(row_state.processors.applied)))
     stages = []
-    for number in range(max(nums_before_warpers)):
-        stages.append(_stage(batch, row_states, [number if number < num else None for num in nums_before_warpers]))
-    for number in range(max(nums_warpers)):
-        of_rows = zip(nums_before_warpers, nums_warpers, strict=True)
-        stages.append(_stage(batch, row_states, [first + number if number < num else None for first, num in of_rows]))
+    for part in (before_warpers, warpers):
+        for number in range(max(map(len, part))):
+            numbers = [of_row[number] if number < len(of_row) else None for of_row in part]
+            stages.append(_stage(batch, row_states, numbers))
     return GroupingPlan(row_states, batch.width, stages, {})
 
 
 def _stage(batch: Batch, row_states: list[RowState], numbers: list[int | None]) -> Stage:
-    """The stage with one processor of each row, by its number in the row's list; None [R] for rows without one."""
-    indices_by_settings: dict[Hashable, list[int]] = {}
-    for index, (state, number) in enumerate(zip(row_states, numbers, strict=True)):
+    """The stage that has of each row the processor with its number [R] in the row's list; None for no processor."""
+    indices_by_settings: dict[Hashable, list[int]] = {}  # row indices
+    for index, (row_state, number) in enumerate(zip(row_states, numbers, strict=True)):
         if number is None:
             settings: Hashable = "no processor"
         else:
-            settings = state.processors.settings[number] or "not compared"
+            settings = row_state.processors.settings[number] or "not compared"
         indices_by_settings.setdefault(settings, []).append(index)
     groups = [_group(batch, row_states, numbers, indices) for indices in indices_by_settings.values()]
     if len(groups) == 1:
@@ -313,7 +333,7 @@ def _stage(batch: Batch, row_states: list[RowState], numbers: list[int | None]) 
 
 
 def _group(batch: Batch, row_states: list[RowState], numbers: list[int | None], indices: list[int]) -> RowGroup:
-    """The rows at some row indices as one group of a stage, which has the processors with these `numbers` [R]."""
+    """The rows at these row indices as one group of a stage, which has the processors with these `numbers` [R]."""
     is_all = len(indices) == len(row_states)
     selection = None if is_all else to_device_async(indices, batch.index.device, torch.int64)
     processors = []
@@ -375,18 +395,18 @@ class RequestStopping(Stopping):
     What a row has of its own is in `RowState.limit` and `RowState.stopping`; a request always ends by itself.
     """
 
-    pads_finished_rows = True
+    has_eos_stopping_criteria = True
 
     def __init__(self, eos_token_ids: set[int], max_new_tokens: int):
         """`eos_token_ids` are those of all requests; `max_new_tokens` is the largest of their limits."""
         self.eos_token_ids, self.max_new_tokens = eos_token_ids, max_new_tokens
 
-    def eos_token_ids_of(self, row: RowState) -> set[int]:
-        ids: set[int] = row.stopping.eos_token_ids
+    def eos_token_ids_of(self, row_state: RowState) -> set[int]:
+        ids: set[int] = row_state.stopping.eos_token_ids
         return ids
 
-    def warn_beyond_positions(self, row: RowState, emitted: int) -> None:
-        row.stopping.warn_beyond_positions(row, emitted)
+    def warn_beyond_positions(self, row_state: RowState, emitted: int) -> None:
+        row_state.stopping.warn_beyond_positions(row_state, emitted)
 
     def _has_text_criteria(self, batch: Batch) -> bool:
         return any(batch.row_states[row].stopping.criteria for row in batch.rows)

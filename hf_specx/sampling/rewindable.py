@@ -140,19 +140,30 @@ def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
 
 @dataclass
 class FedTokens:
-    """The tokens of a row that its processor has accepted, and the masks that it gave after some of them.
+    """The tokens of a row that its processor was fed, and the masks that it gave after some of them.
 
     Attributes:
         tokens: `num_emitted` emitted tokens, then candidates.
-        masks: [V] bool, by the candidates before.
+        masks: [V] bool, by the candidates that stand between the emitted tokens and the mask's position.
     """
 
     tokens: list[int] = field(default_factory=list)
     num_emitted: int = 0
     masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
+    def move_end(self, count: int, new: tuple[int, ...]) -> None:
+        """Have the text end after `count` emitted tokens, of which the last, `new`, were candidates so far.
+
+        Masks after these and further candidates stay, by the further ones alone.
+        """
+        behind_new = {}
+        for candidates, mask in self.masks.items():
+            if new and candidates[: len(new)] == new:
+                behind_new[candidates[len(new) :]] = mask
+        self.masks, self.num_emitted = behind_new, count
+
     def excludes(self, candidates: Sequence[int], token: int) -> bool:
-        """Whether the mask after these excludes a token; True where there is no mask, as at an end."""
+        """Whether the mask after these candidates excludes a token; True where there is no mask, as at an end."""
         mask = self.masks.get(tuple(candidates))
         return mask is None or token >= len(mask) or not mask[token]
 
@@ -160,8 +171,12 @@ class FedTokens:
 class TokenMasks(RoundProcessor):
     """Applies the masks of a rewindable processor after each candidate of each row, up to an end token.
 
-    It rolls the processor back as late as possible: a state that is ahead of the text stays,
-    and is right if these tokens come.
+    A mask is computed in three steps: the processor is fed what was emitted since, and then the candidates before the
+    mask's position; then it is asked, once for all rows. The draft asks for the masks first, candidate by candidate;
+    when the target's scores are masked, they are there already.
+
+    The processor is rolled back as late as possible: where it was fed candidates that were not accepted, it goes back
+    when another token has to be fed in their place. If the very same tokens come, nothing has to be done.
 
     Attributes:
         eos_token_ids: the end tokens.
@@ -223,40 +238,41 @@ class TokenMasks(RoundProcessor):
                 by a strict processor, or where the row may emit no more tokens.
         """
         candidates = batch.candidates(ahead + max(num_masks) - 1)
-        masks: list[list[torch.Tensor | None]] = [[] for _ in num_masks]
         for row in batch.rows:
             self._feed_emitted(batch, row, batch.counts[row])
+        masks: list[list[torch.Tensor | None]] = [[] for _ in num_masks]
         for position in range(max(num_masks)):
-            candidates_before = {}  # of the rows that get a mask here
-            for index, row in enumerate(batch.rows):
-                if position >= num_masks[index]:
-                    continue
+            indices = [index for index, number in enumerate(num_masks) if position < number]
+            prefixes = {}  # by row, the candidates before its mask; of rows that get one here
+            for index in indices:
+                row = batch.rows[index]
                 numbers = batch.candidates_before(index, ahead + position)
-                before = tuple(candidates[index][number] for number in numbers)
-                has_room = batch.counts[row] + len(before) < batch.row_states[row].limit
-                if has_room and self._feed_candidates(row, batch.counts[row], before):
-                    candidates_before[row] = before
-            self._compute_masks(candidates_before)
-            for index, row in enumerate(batch.rows):
-                if position < num_masks[index]:
-                    before_mask = candidates_before.get(row)
-                    masks[index].append(None if before_mask is None else self.fed_tokens[row].masks[before_mask])
+                prefix = tuple(candidates[index][number] for number in numbers)
+                has_room = batch.counts[row] + len(prefix) < batch.row_states[row].limit
+                if has_room and self._feed_candidates(row, batch.counts[row], prefix):
+                    prefixes[row] = prefix
+            self._compute_masks(prefixes)
+            for index in indices:
+                row = batch.rows[index]
+                masks[index].append(self.fed_tokens[row].masks[prefixes[row]] if row in prefixes else None)
         return masks
 
-    def _compute_masks(self, candidates_before: dict[int, tuple[int, ...]]) -> None:
+    def _compute_masks(self, prefixes: dict[int, tuple[int, ...]]) -> None:
         """Ask the processor for the masks after these candidates of each row, unless it has given them before."""
         missing = {}
-        for row, before in candidates_before.items():
-            if before not in self.fed_tokens[row].masks:
-                self._rewind(row, self.fed_tokens[row].num_emitted + len(before))
-                if self.allows_all is not None and self.allows_all(row):
-                    self.fed_tokens[row].masks[before] = self.all_allowed
-                else:
-                    missing[row] = before
+        for row, prefix in prefixes.items():
+            fed = self.fed_tokens[row]
+            if prefix in fed.masks:
+                continue
+            self._rewind(row, fed.num_emitted + len(prefix))
+            if self.allows_all is not None and self.allows_all(row):
+                fed.masks[prefix] = self.all_allowed
+            else:
+                missing[row] = prefix
         if missing:
             masks = self.processor.mask(list(missing)).to("cpu", copy=True)  # its memory may be reused
-            for (row, before), mask in zip(missing.items(), masks, strict=True):
-                self.fed_tokens[row].masks[before] = mask
+            for (row, prefix), mask in zip(missing.items(), masks, strict=True):
+                self.fed_tokens[row].masks[prefix] = mask
 
     def _feed_emitted(self, batch: Batch, row: int, count: int) -> None:
         """Feed the first `count` emitted tokens of a row, and keep the masks after these alone."""
@@ -265,15 +281,12 @@ class TokenMasks(RoundProcessor):
         for number in range(min(fed.num_emitted, count), count):  # a text may have been cut
             self._feed(row, number, emitted_ids[number])
         if fed.num_emitted != count:
-            new = tuple(emitted_ids[fed.num_emitted : count])
-            after = {before: mask for before, mask in fed.masks.items() if before[: len(new)] == new}
-            fed.masks = {before[len(new) :]: mask for before, mask in after.items()} if new else {}
-            fed.num_emitted = count
+            fed.move_end(count, new=tuple(emitted_ids[fed.num_emitted : count]))
 
     def _feed_candidates(self, row: int, count: int, candidates: tuple[int, ...]) -> bool:
         """Feed candidates after `count` emitted tokens; returns False at one that ends the row or may not be fed.
 
-        Nothing is fed where the mask after them is there already, as that of a draft is.
+        Nothing is fed where the mask after them is there already.
         """
         fed = self.fed_tokens[row]
         for number, token in enumerate(candidates):

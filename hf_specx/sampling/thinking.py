@@ -26,20 +26,20 @@ class ThinkingState(NamedTuple):
         is_thinking: whether what comes next is thinking.
         length: tokens of this thinking so far.
         num_matched: with how many first tokens of a tag the text ends: of the end in thinking, else of the start.
-        closing: the tokens that end this thinking, once the budget is spent; else ().
-        num_closed: with how many first tokens of these the text ends.
+        forced_end: the tokens that have to end this thinking, once the budget is spent; else ().
+        num_forced: with how many first tokens of these the text ends.
     """
 
     is_thinking: bool
     length: int = 0
     num_matched: int = 0
-    closing: tuple[int, ...] = ()
-    num_closed: int = 0
+    forced_end: tuple[int, ...] = ()
+    num_forced: int = 0
 
     @property
     def forced_token(self) -> int | None:
         """The one token that may come next; None if all may."""
-        return self.closing[self.num_closed] if self.closing else None
+        return self.forced_end[self.num_forced] if self.forced_end else None
 
 
 class ThinkingBudget(PerCallProcessor):
@@ -95,62 +95,72 @@ class ThinkingBudget(PerCallProcessor):
 
     def state_after_prompt(self, prompt: Sequence[int]) -> ThinkingState:
         """Where a text is after its prompt, [L] ids, pads among them."""
-        state = self._checked(ThinkingState(is_thinking=not self.start_tag))
-        if self.start_tag:
-            for token in prompt:
-                state = self.next_state(state, token)
+        if not self.start_tag:
+            return self._begin_thinking()
+        state = ThinkingState(is_thinking=False)
+        for token in prompt:
+            state = self.next_state(state, token)
         return state
 
     def next_state(self, state: ThinkingState, token: int) -> ThinkingState:
         """Where a text is after one more token."""
-        if not state.is_thinking:
-            if not self.start_tag:
-                return state
-            num_matched = count_matched(self.start_tag, state.num_matched, token)
-            if num_matched < len(self.start_tag):
-                return state._replace(num_matched=num_matched)
-            return self._checked(ThinkingState(is_thinking=True))
+        if state.is_thinking:
+            return self._next_in_thinking(state, token)
+        return self._next_outside(state, token) if self.start_tag else state
+
+    def _next_outside(self, state: ThinkingState, token: int) -> ThinkingState:
+        """Outside of thinking a text waits for the start tag."""
+        num_matched = count_matched(self.start_tag, state.num_matched, token)
+        if num_matched == len(self.start_tag):
+            return self._begin_thinking()
+        return state._replace(num_matched=num_matched)
+
+    def _next_in_thinking(self, state: ThinkingState, token: int) -> ThinkingState:
+        """In thinking a text waits for the end tag, and follows the forced end, if there is one."""
         num_matched = count_matched(self.end, state.num_matched, token)
         if num_matched == len(self.end):
             return ThinkingState(is_thinking=False)
-        num_closed = count_matched(state.closing, state.num_closed, token) if state.closing else 0
-        state = state._replace(length=state.length + 1, num_matched=num_matched, num_closed=num_closed)
-        return self._checked(state)
+        num_forced = count_matched(state.forced_end, state.num_forced, token) if state.forced_end else 0
+        state = state._replace(length=state.length + 1, num_matched=num_matched, num_forced=num_forced)
+        return self._with_forced_end(state)
 
-    def _checked(self, state: ThinkingState) -> ThinkingState:
-        """A state, with what has to come if it has just spent the budget."""
-        if not state.is_thinking or state.closing or state.length < self.tokens:
+    def _begin_thinking(self) -> ThinkingState:
+        return self._with_forced_end(ThinkingState(is_thinking=True))
+
+    def _with_forced_end(self, state: ThinkingState) -> ThinkingState:
+        """A state in thinking, with the end that has to come if the budget is just spent."""
+        if state.forced_end or state.length < self.tokens:
             return state
-        if state.num_matched:  # the end has begun by itself
-            return state._replace(closing=self.end, num_closed=state.num_matched)
-        return state._replace(closing=(*self.message, *self.end))
+        if state.num_matched:  # the model has begun the end by itself
+            return state._replace(forced_end=self.end, num_forced=state.num_matched)
+        return state._replace(forced_end=(*self.message, *self.end))
 
 
 class ThinkingRows:
     """The rows of a call under a `ThinkingBudget`, as a `RewindableProcessor`.
 
     Attributes:
-        states: [B], where each row is after its prompt and after each token that follows.
+        history: [B], where each row is after its prompt and after each token that follows.
     """
 
     def __init__(self, budget: ThinkingBudget, prompts: torch.Tensor, vocab_size: int):
         self.budget, self.vocab_size = budget, vocab_size
-        self.states = [[budget.state_after_prompt(prompt)] for prompt in prompts.tolist()]
+        self.history = [[budget.state_after_prompt(prompt)] for prompt in prompts.tolist()]
 
     def accept(self, row: int, token: int) -> None:
-        self.states[row].append(self.budget.next_state(self.states[row][-1], token))
+        self.history[row].append(self.budget.next_state(self.history[row][-1], token))
 
     def rollback(self, row: int, count: int) -> None:
-        del self.states[row][len(self.states[row]) - count :]
+        del self.history[row][len(self.history[row]) - count :]
 
     def allows_all(self, row: int) -> bool:
         """Whether all tokens may come next in a row."""
-        return self.states[row][-1].forced_token is None
+        return self.history[row][-1].forced_token is None
 
     def mask(self, rows: list[int]) -> torch.Tensor:
         masks = torch.ones(len(rows), self.vocab_size, dtype=torch.bool, device="cpu")
         for number, row in enumerate(rows):
-            token = self.states[row][-1].forced_token
+            token = self.history[row][-1].forced_token
             if token is not None:
                 masks[number] = False
                 masks[number, token] = True

@@ -176,7 +176,7 @@ def test_publish_into_a_folder(folder, tmp_path):
     assert output("card", tmp_path / "repository") == (tmp_path / "repository" / "README.md").read_text()
 
 
-def test_publish_code_alone_and_renew_it(folder, named, tmp_path):
+def test_publish_code_without_models_and_renew_it(folder, named, tmp_path):
     """Each says the version of the code; one that is renewed also which was there."""
     _, hub = named
     code = f"code of hf_specx {code_version()}"
@@ -187,11 +187,12 @@ def test_publish_code_alone_and_renew_it(folder, named, tmp_path):
     commit = hub.branch("org/code", "next").read_text()
     assert (result.exit_code, renewed.exit_code) == (0, 0), result.stderr + renewed.stderr
     assert f": {code}" in result.stderr
-    assert renewed.stderr == f"org/code@next at {commit}: {code}, in place of {code_version()}\n"
+    assert renewed.stderr.startswith(f"org/code@next at {commit} ")
+    assert renewed.stderr.count(code_version()) == 2
     output("publish", "--code", "--out", tmp_path / "code")
     output("publish", folder, "--out", tmp_path / "repository")
     for path in (tmp_path / "code", tmp_path / "repository"):
-        assert command("publish", "--code-only", path).stderr.startswith(f"{path}: {code}, in place of ")
+        assert code in command("publish", "--code-only", path).stderr
 
 
 def test_export(folder, config):

@@ -1,4 +1,4 @@
-"""The code alone: published for any two models, and renewed in what carries it. There is no network."""
+"""Code without models, published for any two; and renewed in what carries it. There is no network."""
 
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from other_tokens import draft_of, target_of, tokenizer_of
 from tiny import near, prompts, tiny
 
 from hf_specx import DraftTargetPair, generate
-from hf_specx.hub.flatten import ANY, NO_HEAD, code_version, published_code
-from hf_specx.hub.publish_code import publish_code, read_source, renew_code, write_code_alone
+from hf_specx.hub.flatten import ANY_DRAFT, NO_HEAD_DRAFT, code_version, published_code
+from hf_specx.hub.publish_code import publish_code, read_source, renew_code, write_code_repository
 
 
 NAME, PAIR = "org/code", "org/pair"
@@ -65,19 +65,19 @@ def test_any_two_models_by_string(hub: HubOnDisk, tmp_path: Path):
 
 def test_code_in_a_folder_serves_any_two_models(tmp_path: Path):
     folder = tmp_path / "code"
-    write_code_alone(folder)
+    write_code_repository(folder)
     assert {path.name for path in folder.iterdir()} == {"README.md", "custom_generate"}
     assert f'custom_generate="{folder.name}"' in (folder / "README.md").read_text()
-    code = {module: (folder / "custom_generate" / f"{module}.py").read_text() for module in published_code(ANY)}
-    assert code == published_code(ANY)
+    code = {module: (folder / "custom_generate" / f"{module}.py").read_text() for module in published_code(ANY_DRAFT)}
+    assert code == published_code(ANY_DRAFT)
     target = tiny()
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "custom_generate": str(folder)}
     output = target.generate(**prompts(2), assistant_model=near(target, 0.1), trust_remote_code=True, **options)
     assert torch.equal(output, target.generate(**prompts(2), max_new_tokens=8, do_sample=False))
     with pytest.raises(ValueError, match="pass draft_model= or assistant_model="):
         target.generate(**prompts(2), trust_remote_code=True, **options)
-    with pytest.raises(ValueError, match="there already.*--code-only"):
-        write_code_alone(folder)
+    with pytest.raises(ValueError, match=f"--code-only {folder}"):
+        write_code_repository(folder)
 
 
 def test_code_is_not_published_over_anything_else(hub: HubOnDisk):
@@ -102,10 +102,10 @@ def test_code_is_not_published_over_anything_else(hub: HubOnDisk):
 
 
 @pytest.mark.parametrize("place", ["repository", "branch", "folder"])
-def test_renewing_changes_the_code_alone(hub: HubOnDisk, tmp_path: Path, monkeypatch, place: str):
+def test_renewing_changes_the_code_and_nothing_else(hub: HubOnDisk, tmp_path: Path, monkeypatch, place: str):
     """What it names stays: the models of the commit that were there. The version that it was of is said."""
     branch = "next" if place == "branch" else None
-    earlier_code = {module: f"{text}# earlier\n" for module, text in published_code(NO_HEAD).items()}
+    earlier_code = {module: f"{text}# earlier\n" for module, text in published_code(NO_HEAD_DRAFT).items()}
     monkeypatch.setattr("hf_specx.hub.publish_code.published_code", lambda draft: earlier_code)
     monkeypatch.setattr("hf_specx.hub.publish_code.code_version", lambda: "0.0.7+0a1b2c3d")
     if place == "folder":
@@ -130,11 +130,28 @@ def test_renewing_changes_the_code_alone(hub: HubOnDisk, tmp_path: Path, monkeyp
     assert before.keys() == after.keys()
     assert all(path.startswith(code) for path in after if path.endswith(".py"))
     renewed = {module: after[f"{code}{module}.py"].decode() for module in earlier_code}
-    assert renewed == published_code(NO_HEAD)
+    assert renewed == published_code(NO_HEAD_DRAFT)
     source, earlier = (read_source(each[f"{code}pair_source.py"].decode(), "") for each in (after, before))
     assert source == earlier | {"VERSION": source["VERSION"]}
     assert source["PAIR"] == (None if place == "folder" else PAIR)
     assert source["VERSION"] == code_version()
+
+
+def test_without_a_network(monkeypatch):
+    """The error says which of the two was not done."""
+
+    class TransportError(Exception):
+        pass
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise TransportError("no route")
+
+    for method in ("create_repo", "list_repo_files"):
+        monkeypatch.setattr(f"huggingface_hub.HfApi.{method}", unreachable)
+    with pytest.raises(ConnectionError, match="not published"):
+        publish_code(NAME)
+    with pytest.raises(ConnectionError, match="not renewed"):
+        renew_code(NAME)
 
 
 def test_what_cannot_be_renewed(hub: HubOnDisk, tmp_path: Path):
@@ -146,7 +163,7 @@ def test_what_cannot_be_renewed(hub: HubOnDisk, tmp_path: Path):
     hub.put(PAIR, {"custom_generate/generate.py": b"theirs"})
     with pytest.raises(ValueError, match="no code of hf_specx"):
         renew_code(PAIR)
-    write_code_alone(tmp_path / "code")
+    write_code_repository(tmp_path / "code")
     path = tmp_path / "code" / "custom_generate" / "pair_source.py"
     for text in (b"PAIR = print(1)", b"PAIR = 'no such/name/at all'", b"PAIR = 1", b"OTHER = None", b"PAIR ="):
         path.write_bytes(text)

@@ -19,7 +19,7 @@ from zoo import build
 from hf_specx import DraftTargetPair
 from hf_specx.hub.facts import tokenizer_facts
 from hf_specx.hub.fetch import fingerprint
-from hf_specx.hub.folders import OF_A_PAIR
+from hf_specx.hub.folders import PAIR_CONFIG_NAME
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig, SavedCosts, TokenizerFacts
 from hf_specx.hub.publish import reference_to, save
 
@@ -238,7 +238,7 @@ def test_nothing_but_a_pair_is_ever_replaced(write: Callable[..., object], pair:
     write(pair, empty)
     with pytest.raises(ValueError, match="overwrite=True"):
         write(pair, empty)
-    assert OF_A_PAIR == CONFIG_NAME
+    assert PAIR_CONFIG_NAME == CONFIG_NAME
 
 
 def test_the_embedded_pair_is_as_its_config_says():

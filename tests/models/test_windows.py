@@ -17,7 +17,7 @@ from transformers.masking_utils import flash_attention_mask
 from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding
 from hf_specx.common.architectures import LAYOUTS_OF
 from hf_specx.common.batch import Batch
-from hf_specx.models import compiled, host_cache, ragged
+from hf_specx.models import compiled, ragged, transformers_cache
 from hf_specx.models.choose import make_runner
 from hf_specx.models.prompts import prepare
 from hf_specx.models.runner import ModelRunner
@@ -49,7 +49,7 @@ def some(cases: Iterable[Any], fast_type: str = "") -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _short_rings(traced: None, monkeypatch: pytest.MonkeyPatch):
-    for module in (ragged, host_cache, compiled):
+    for module in (ragged, transformers_cache, compiled):
         monkeypatch.setattr(module, "MARGIN", SPARE)
     monkeypatch.setattr(compiled, "AGAIN", SPARE // 2)
 
@@ -226,7 +226,7 @@ def test_a_cache_without_all_columns_cannot_be_cut_back():
 @torch.no_grad()
 def test_memory_is_nearly_that_of_plain_generate(way: str, monkeypatch: pytest.MonkeyPatch):
     """Of five layers with a window of 128 tokens and one without, after 2,000 tokens: at most 1.3 times."""
-    for module in (ragged, host_cache, compiled):
+    for module in (ragged, transformers_cache, compiled):
         monkeypatch.setattr(module, "MARGIN", MARGIN)
     kinds = [*["sliding_attention"] * 5, "full_attention"]
     target = tiny(

@@ -18,7 +18,7 @@ def test_few_states_are_kept_of_a_long_text(monkeypatch: pytest.MonkeyPatch):
     noise = ReplayedNoise(2, torch.device("cpu"), window=2)
     for position in (*range(38), 3, 11, 37, 0, 21):
         noise.vectors_at([0, 1], [0, 0], torch.empty(2, 1, 7), position)
-    assert list(noise.states) == [*range(0, 31, 4), *range(31, 39)]
+    assert list(noise.generator_states) == [*range(0, 31, 4), *range(31, 39)]
 
 
 def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):

@@ -159,7 +159,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     cut, rollback = [], ThinkingRows.rollback
 
     def noting(rows: ThinkingRows, row: int, count: int) -> None:
-        cut.extend(state.num_matched for state in rows.states[row][-count:] if state.num_matched)
+        cut.extend(state.num_matched for state in rows.history[row][-count:] if state.num_matched)
         rollback(rows, row, count)
 
     monkeypatch.setattr(ThinkingRows, "rollback", noting)

@@ -78,6 +78,7 @@ class HeadDrafter(TreeDrafter):
         weight = next(network.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.max_candidates = None if network.autoregressive else network.max_candidates
+        self.drafts_blocks = not network.autoregressive
         has_marginals = not network.autoregressive and not network.adjusts_logits
         if has_marginals:  # a candidate depends on none before it
             self.tree_kind = "full"
@@ -136,7 +137,7 @@ class HeadDrafter(TreeDrafter):
         ends = [flags.index(True) if True in flags else draft.tokens.shape[1] for flags in unsure]
         return draft._replace(lengths=[min(length, end) for length, end in zip(draft.lengths, ends, strict=True)])
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         more = len(batch.counts) - len(self.num_computed_tokens)
         self.num_computed_tokens += [0] * more
         self.num_prompt_states += [0] * more
@@ -397,10 +398,33 @@ class HeadDrafter(TreeDrafter):
         return self.misread_watch.reason(self.network.config, batch)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        return (lambda count: self.dummy_run(batch)) if self.network.autoregressive else None
+        return lambda count: self.dummy_run(batch)
 
     def dummy_run(self, batch: Batch) -> None:
-        """Run the step that finds one more candidate, after the prompts, and wait for it; nothing of it is kept."""
+        """Run the step that finds one more candidate, or a block, after the prompts; nothing of it is kept.
+
+        Returns once the device has done it.
+        """
+        if self.drafts_blocks:
+            self._dummy_block(batch)
+        else:
+            self._dummy_step(batch)
+        synchronize(self.device)
+
+    def _dummy_block(self, batch: Batch) -> None:
+        """Draft a whole block behind one token after the prompts; its entries are written over by the first round."""
+        before = self.num_computed_tokens, self.pending_states, self.pending_prompts
+        batch.write(batch.last(1))
+        self.num_computed_tokens = list(self.num_prompt_states)
+        self.pending_states, self.pending_prompts = self.target.prompt_hidden, {}
+        self.num_candidates = self.runner.padded_candidates(self.candidates_per_step)
+        self.first_step(batch.view_at([1] * len(batch.counts)))
+        for index in range(self.candidates_per_step):
+            self._to_target_vocabulary(self._candidate_logits(index, self.last_tokens))
+        self.num_computed_tokens, self.pending_states, self.pending_prompts = before
+
+    def _dummy_step(self, batch: Batch) -> None:
+        """Find one more candidate behind the prompts."""
         tokens = batch.last(1).to(self.device)
         self.row_index = batch.index.to(self.device)
         self.end_slots = tokens * 0 + max(self.num_computed_tokens)
@@ -409,12 +433,15 @@ class HeadDrafter(TreeDrafter):
         self.draft_states, self.draft_logits = [], []
         self._next_step(batch, 1, tokens)
         self._to_target_vocabulary(self._candidate_logits(0, tokens))
-        synchronize(self.device)
 
     def size(self) -> ForwardSize | None:
         output_weights = self.output.parameters() if isinstance(self.output, nn.Module) else ()
         sizes = [weight.numel() * weight.element_size() for weight in (*self.network.parameters(), *output_weights)]
-        return ForwardSize(self.network.config.num_hidden_layers, sum(sizes) / (self.network.max_candidates or 1))
+        num_layers = self.network.config.num_hidden_layers
+        if self.drafts_blocks:
+            num_tokens = max(1, self.network.num_draft_entries(self.candidates_per_step))
+            return ForwardSize(num_layers, sum(sizes), tokens_per_row=num_tokens)
+        return ForwardSize(num_layers, sum(sizes) / (self.network.max_candidates or 1))  # a layer of its own for each
 
 
 def without_padding(slots: torch.Tensor, num_context_entries: torch.Tensor, width: int, unseen: int) -> torch.Tensor:

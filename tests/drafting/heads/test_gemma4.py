@@ -53,7 +53,7 @@ class Beside(Aligned):
     def states(self, texts: dict[int, list[int]]) -> list[Any]:
         return targets_read(self.target, list(texts.values()))
 
-    def logits(self, text: Sequence[int], states: Any, drafted: Sequence[int]) -> torch.Tensor:
+    def logits(self, text: Sequence[int], states: Any, drafted: Sequence[int]) -> list[torch.Tensor]:
         return assistant_logits(self.head, self.target, states, text, drafted, **self.variant)
 
 
@@ -159,9 +159,9 @@ def test_the_computation_is_that_of_transformers(kind: str, monkeypatch: pytest.
     assistant.generation_config.num_assistant_tokens = 4
     target.generate(left_padded(1)["input_ids"], **GREEDY, assistant_model=assistant)
     text, drafted, logits = next(proposal for proposal in seen if proposal[1])
+    assert len(drafted) == 4
     (read,) = targets_read(target, [text])
-    for place in range(4):
-        expected = assistant_logits(assistant, target, read, text, drafted[:place], position=1, window=1)
+    for place, expected in enumerate(assistant_logits(assistant, target, read, text, drafted, position=1, window=1)):
         assert torch.allclose(logits[0, place].double(), expected, atol=1e-3)
 
 

@@ -28,7 +28,7 @@ from .runner import ModelRunner, SharedKeys
 from .slots import MARGIN, KeysValues, SlotCache, self_attention, with_slots
 
 
-class HostCacheRunner(ModelRunner):
+class TransformersCacheRunner(ModelRunner):
     """A runner that feeds the model through its own `prepare_inputs_for_generation`.
 
     Attributes:
@@ -199,7 +199,7 @@ def always_masked(cache: Cache) -> Iterator[None]:
             vars(layer).pop("is_compileable", None)
 
 
-class PaddedRunner(HostCacheRunner):
+class PaddedRunner(TransformersCacheRunner):
     """Rows shift right into their left padding when they accepted different numbers."""
 
     def __init__(self, prompt: PreparedInputs, draft_vocab_size: int | None = None):
