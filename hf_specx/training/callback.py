@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from transformers import TrainerCallback
@@ -40,23 +41,28 @@ class MeanAlpha(NamedTuple):
 
     Attributes:
         alpha: the mean.
-        variance: of that mean, as calls differ among each other.
-        freedom: degrees of freedom of the variance, one less than there are calls.
-        judged: how many candidates there were.
+        variance: of that mean, by how much calls differ from the next ones: a trend among them is no noise.
+        freedom: degrees of freedom of the variance.
+        num_calls: how many calls there were.
     """
 
     alpha: float
     variance: float
-    freedom: int
-    judged: int
+    freedom: float
+    num_calls: int
 
     @classmethod
     def of(cls, calls: Sequence[CallAcceptance]) -> "MeanAlpha":
-        """Of two or more calls, in which something was judged."""
-        judged = sum(call.judged for call in calls)
+        """Of two or more calls, in which something was judged.
+
+        The variance is that of von Neumann, half of the mean square of successive differences, for the ratio of sums.
+        """
+        count, judged = len(calls), sum(call.judged for call in calls)
         alpha = sum(call.overlap for call in calls) / judged
-        squares = sum((call.overlap - alpha * call.judged) ** 2 for call in calls)
-        return cls(alpha, squares * len(calls) / (len(calls) - 1) / judged**2, len(calls) - 1, judged)
+        residuals = [call.overlap - alpha * call.judged for call in calls]
+        squares = sum((after - before) ** 2 for before, after in pairwise(residuals))
+        variance = count * squares / (2 * (count - 1)) / judged**2
+        return cls(alpha, variance, 2 * (count - 1) ** 2 / (3 * count - 4), count)
 
 
 class StaleTest:
@@ -213,7 +219,7 @@ class SpeculationCallback(TrainerCallback):
         start, last = self.test.start, self.test.last
         assert start is not None
         assert last is not None
-        calls = {"first": start.freedom + 1, "last": last.freedom + 1}
+        calls = {"first": start.num_calls, "last": last.num_calls}
         alphas = {"start": start.alpha, "now": last.alpha, "share": self.test.stale_below}
         warnings.warn(STALE.format(step=step, **calls, **alphas), UserWarning, stacklevel=2)
 
