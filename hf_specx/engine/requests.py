@@ -218,7 +218,7 @@ class RequestPreparer:
         Raises:
             ValueError: if it cannot be served.
         """
-        prompt_ids = self.prompt_ids(request)
+        prompt_ids = self.read_prompt(request)
         _check(request, prompt_ids)
         check_token_ids(self.model, prompt_ids, self.model.config.is_encoder_decoder)
         prompt_ids = prompt_ids.to(self.device, torch.int64)
@@ -266,7 +266,7 @@ class RequestPreparer:
         message = "a request is a chat, which needs a tokenizer with a chat template; give one by tokenizer=, or give "
         require(has_template, f"{message}tokens.")
 
-    def prompt_ids(self, request: Request) -> torch.Tensor:
+    def read_prompt(self, request: Request) -> torch.Tensor:
         """The prompt of a request, [L] ints; a chat in the tokenizer's template.
 
         Raises:
@@ -317,6 +317,13 @@ class RequestPreparer:
                 require(kind not in stateful, f"{message}stateless = True if it keeps none.")
 
 
+def as_request(prompt: Any) -> Request:
+    """A request, or what was given in place of one: the tokens of a prompt, or a chat."""
+    if isinstance(prompt, Request):
+        return prompt
+    return Request(messages=prompt) if is_chat(prompt) else Request(prompt)
+
+
 def _token_masks(processors: Sequence[Processor]) -> list[TokenMasks]:
     return [each for each in processors if isinstance(each, TokenMasks)]
 
@@ -326,13 +333,6 @@ def _seed_of(request: Request, samples: bool) -> int:
     if request.seed is not None:
         return request.seed
     return int(torch.randint(MAX_SEED - 1, (), device="cpu")) if samples else 0
-
-
-def as_request(prompt: Any) -> Request:
-    """A request, or what was given in place of one: the tokens of a prompt, or a chat."""
-    if isinstance(prompt, Request):
-        return prompt
-    return Request(messages=prompt) if is_chat(prompt) else Request(prompt)
 
 
 def as_ids(prompt: Any) -> torch.Tensor:
