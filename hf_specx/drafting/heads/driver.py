@@ -107,7 +107,7 @@ class HeadDrafter(TreeDrafter):
         self.draft_logits: list[torch.Tensor] = []
         self.confidences: list[torch.Tensor] = []
         self.row_numbers = torch.arange(num_rows, device=self.device)
-        self.misread_watch = MisreadWatch()
+        self.misread_watch = MisreadWatch(self.network.config)
         self.admit(context.batch, context.batch.rows)
 
     def _make_runner(self, context: DraftContext) -> Any:
@@ -395,7 +395,7 @@ class HeadDrafter(TreeDrafter):
         return impossible.index_copy_(-1, self.ids, logits)
 
     def misread_reason(self, batch: Batch) -> str:
-        return self.misread_watch.reason(self.network.config, batch)
+        return self.misread_watch.reason()
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return lambda count: self.dummy_run(batch)
