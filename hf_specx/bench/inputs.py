@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specx.common.chats import token_ids
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import vocabulary
-from hf_specx.pairs.complete import EMPTY, token_ids
+from hf_specx.pairs.complete import EMPTY
 from hf_specx.pairs.pair import DraftTargetPair
 
 

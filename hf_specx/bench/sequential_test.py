@@ -7,7 +7,7 @@ a share of the false alarms that are allowed in all, and its interval is as wide
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 
@@ -85,7 +85,7 @@ def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], t
     return Interval((b - root) / a, (b + root) / a)
 
 
-@lru_cache
+@cache
 def student_quantile(tail: float, freedom: int) -> float:
     """The t that Student's distribution with so many degrees of freedom exceeds by chance `tail`, below a half.
 

@@ -80,6 +80,20 @@ class DraftTrial:
             return 0.0
         return statistics.geometric_mean(m.measured_speedup for m in self.measurements)
 
+    @property
+    def verdict(self) -> str:
+        """ "faster" at some batch size, "slower" at all of them, or "not clear"; "" where nothing was measured."""
+        if not self.measurements or self.config is None:
+            return ""
+        if self.recommended:
+            return "faster"
+        return "not clear" if self.config.pays else "slower"
+
+    def differs_from(self, other: "DraftTrial") -> bool:
+        """Whether it was shown to be faster or slower than another draft: no interval of both at some batch size."""
+        pairs = zip(self.measurements, other.measurements, strict=False)
+        return any(_is_below(mine, theirs) or _is_below(theirs, mine) for mine, theirs in pairs)
+
     def to_dict(self) -> dict[str, Any]:
         """All attributes but the pair, as plain values."""
         return {
@@ -88,6 +102,13 @@ class DraftTrial:
             "misread": self.misread or None,
             "findings": [finding._asdict() for finding in self.findings],
             "recommended": self.recommended,
+            "verdict": self.verdict or None,
             "speedup": self.speedup or None,
             "config": None if self.config is None else asdict(self.config),
         }
+
+
+def _is_below(slower: Measurement, faster: Measurement) -> bool:
+    """Whether one speed-up is below another as far as their intervals tell."""
+    high, low = slower.interval_high, faster.interval_low
+    return high is not None and low is not None and high < low

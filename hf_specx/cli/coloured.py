@@ -92,8 +92,10 @@ class OriginStreamer(BaseStreamer):
 def round_origins(record: RoundRecord) -> list[str]:
     """The origin of each token that a row emitted in a round: a key of `STYLES`."""
     accepted = min(record.accepted, record.emitted)
-    follower = "bonus" if record.is_bonus or record.accepted == record.drafted else "recovered"
-    origins = ["forced" if position in record.forced else "accepted" for position in range(accepted)]
+    follower = "bonus" if record.is_bonus else "recovered"
+    num_first = next((position for position, rank in enumerate(record.ranks) if rank), accepted)
+    forced = {position for position in record.forced if position < num_first}  # on the chain of first choices
+    origins = ["forced" if position in forced else "accepted" for position in range(accepted)]
     return origins + [follower] * (record.emitted - accepted)
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.bench.tune import tune
 from hf_specx.bench.tune_settings import DraftTrial, TuneSettings
+from hf_specx.common.chats import chat_text
 from hf_specx.common.drafts import SUFFIX, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import label_of
@@ -20,7 +21,6 @@ from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 from hf_specx.hub.publish import CODE_FOLDER, WritePair, loaded_pair, pair_as_it_is, reference_to
 from hf_specx.hub.quantize import quantization_config
-from hf_specx.pairs.complete import chat_text
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .console import say, waiting_for

@@ -17,11 +17,11 @@ from typing import Annotated, Any
 import typer
 
 from hf_specx.bench.checks import check_processing, check_sampling
+from hf_specx.common.chats import check_template_options
 from hf_specx.common.drafts import HELP_DRAFT, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import without_folders
 from hf_specx.hub.known_pairs import EMBEDDED, check_without_owner
-from hf_specx.pairs.template_options import check_template_options
 
 from .console import errors_in_one_line
 

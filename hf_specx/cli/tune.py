@@ -151,7 +151,7 @@ def show_drafts(target: str, trials: "list[DraftTrial]", console: Output) -> Non
         console.text("\n".join(map(str, trial.measurements)))
     if measured:
         console.text("\n".join(f"{heading}: {meaning}" for heading, meaning in TUNE_COLUMNS.items()), "dim")
-        console.text(outcome(trials[0]))
+        console.text(outcome(trials))
 
 
 def row_of(measurement: "Measurement") -> tuple[str, ...]:
@@ -169,8 +169,9 @@ def row_of(measurement: "Measurement") -> tuple[str, ...]:
     )
 
 
-def outcome(best: "DraftTrial") -> str:
-    """The result of `tune` in a line or two; `best` is the draft that it put first."""
+def outcome(trials: "list[DraftTrial]") -> str:
+    """The result of `tune` in some lines; the first draft is the one that it put first."""
+    best, *others = trials
     assert best.config is not None
     numbers = ", ".join(f"{m.num_draft_tokens} at batch {m.batch}" for m in best.measurements)
     speeds = [m.measured_speedup for m in best.measurements]
@@ -178,8 +179,15 @@ def outcome(best: "DraftTrial") -> str:
     if len(speeds) > 1:
         line += f", the median over batch sizes ({min(speeds):.2f} to {max(speeds):.2f})"
     if best.recommended:
-        return f"best: {line}"
+        alike = [f"{other.name} ({other.speedup:.2f})" for other in others if is_alike(best, other)]
+        also = f"\nas fast, so far as these turns tell: {', '.join(alike)}" if alike else ""
+        return f"best: {line}{also}"
     if best.config.pays:
         unclear = "not clear: no draft was shown to be faster than plain generate; more prompts or --seconds may tell"
         return f"{unclear}. Nearest: {line}"
     return f"none is faster than plain generate here; the best: {line}\n{best.config.speeds()[-1]}"
+
+
+def is_alike(best: "DraftTrial", other: "DraftTrial") -> bool:
+    """Whether another draft was shown to be faster than plain `generate` too, and not to be slower than the best."""
+    return other.recommended and not other.differs_from(best)

@@ -5,9 +5,9 @@ Ends and lengths are numbers, never read from token ids: the pad id may be the e
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,7 +73,8 @@ class Batch:
         rows: [R], the numbers of the rows that still decode, ascending; `index` is the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
-        takes_trees: whether candidates may branch; else those of first choice are taken.
+        max_nodes: how many candidates a row has at most where they may branch, forced ones aside; 0 where they may
+            not, and those of first choice are taken.
         tree: how the candidates that stand behind the ends branch; None if each follows the one before.
         host_candidates: [n][R], ids of candidates after the ends of the rows, as far as they were read back from the
             device in this round.
@@ -87,21 +88,21 @@ class Batch:
         pad_token_id: int,
         lockstep: bool = False,
         row_states: list[RowState] | None = None,
-        takes_trees: bool = False,
+        max_nodes: int = 0,
     ):
         """From input_ids [B, L], left-padded, and attention_mask [B, L], 0 at the pads; None where there are none."""
         self.ids = input_ids.to(torch.int64, copy=True)
         self.width = input_ids.shape[1]
         self.pad_token_id = pad_token_id
-        self.lockstep, self.takes_trees = lockstep, takes_trees
+        self.lockstep, self.max_nodes = lockstep, max_nodes
         rows, device = input_ids.shape[0], input_ids.device
         self.row_states = [RowState() for _ in range(rows)] if row_states is None else row_states
         if attention_mask is None:
             self.starts = torch.zeros(rows, dtype=torch.int64, device=device)
         else:
             self.starts = attention_mask.bool().int().argmax(-1)
-        for state, start in zip(self.row_states, self.starts.tolist(), strict=True):
-            state.prompt_length = self.width - start
+        for row_state, start in zip(self.row_states, self.starts.tolist(), strict=True):
+            row_state.prompt_length = self.width - start
         self.counts = [0] * rows
         self.parent: tuple[Batch, int] | None = None
         self._set_rows(list(range(rows)))
@@ -141,8 +142,8 @@ class Batch:
     def write_draft(self, draft: Draft) -> Draft:
         """Write the candidates of a draft after each row's end, where the target reads them; returns the draft.
 
-        Of a tree, candidate i stands i columns behind the end. Where trees are not taken it is the chain of first
-        choices.
+        Of a tree, candidate i stands i columns behind the end. It is cut to `max_nodes`; where trees are not taken it
+        is the chain of first choices.
 
         Raises:
             ValueError: if its shapes or parents do not fit.
@@ -150,8 +151,7 @@ class Batch:
         self.tree = None
         if draft.parents is not None:
             draft = draft._replace(parents=[tuple(map(int, of_row)) for of_row in draft.parents])
-        if not self.takes_trees:
-            draft = draft.first_choices()
+        draft = draft.cut(self.max_nodes) if self.max_nodes else draft.first_choices()
         fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
         if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:
             shape = list(draft.tokens.shape)
@@ -232,54 +232,42 @@ class Batch:
             stopping: a `Stopping`, which cuts tokens behind a stop and says which rows have ended.
             forward, scores: the target's, for the record.
         """
-        rows, tree, path_nodes, chain = self.rows, self.tree, verdict.path_nodes, draft.first_choices()
+        rows, tree = self.rows, self.tree
         emitted_before = [self.counts[row] for row in rows]
         tokens = _with_next_token(draft, verdict)  # [R, K + 1]
         stop_flags = stopping.stop_flags(self, tokens, verdict.accepted)
-        figures = verdict.acceptance, verdict.overlap, verdict.undefined
-        read_nodes = tokens[:, :0] if path_nodes is None else path_nodes
-        # the round waits for the device here alone, so all that is read back goes in one transfer
-        ids, accepted, acceptance, overlap, undefined, stop_flag_lists, path_lists = _as_lists(
-            tokens, verdict.accepted[:, None], *figures, stop_flags, read_nodes
-        )
-        num_accepted = [number for (number,) in accepted]
-        accepted_candidates = [list(range(number)) for number in num_accepted]
-        if path_nodes is not None:
-            pairs = zip(path_lists, num_accepted, strict=True)
-            accepted_candidates = [[node - 1 for node in path[1 : 1 + number]] for path, number in pairs]
-            forward = forward.at_nodes(path_nodes)
-            scores = None if scores is None else at_nodes(scores, path_nodes)
-        num_new_tokens = [number + 1 for number in num_accepted]
+        host = _read_back(tokens, verdict, stop_flags)
+        num_new_tokens = [number + 1 for number in host.accepted]
         if self.lockstep:
-            num_new_tokens = [min(num_new_tokens)] * len(num_new_tokens)
-        num_to_emit = stopping.cut_at_stops(self, ids, num_new_tokens, stop_flag_lists)
-        self.emit(tokens, num_to_emit, ids)
-        ended = stopping.remove_ended(self)
-        new_tokens = [
-            self.row_states[row].emitted_ids[count:] for row, count in zip(rows, emitted_before, strict=True)
-        ]
-        lengths = chain.lengths
-        done = Round(
+            num_new_tokens = [min(num_new_tokens)] * len(rows)
+        num_to_emit = stopping.cut_at_stops(self, host.tokens, num_new_tokens, host.stop_flags)
+        self.emit(tokens, num_to_emit, host.tokens)
+        ended = stopping.cut_ended_rows(self)
+        emitted_ids = []
+        for row, before in zip(rows, emitted_before, strict=True):
+            emitted_ids.append(self.row_states[row].emitted_ids[before:])
+        if verdict.path_nodes is not None:  # of a tree the record has the branch that was taken
+            forward = forward.at_nodes(verdict.path_nodes)
+            scores = None if scores is None else at_nodes(scores, verdict.path_nodes)
+        chain = draft.first_choices()
+        return Round(
             batch=self,
             rows=rows,
             draft=chain,
             emitted_before=emitted_before,
-            emitted=list(map(len, new_tokens)),
-            tokens=new_tokens,
-            accepted=num_accepted,
-            judged=[],
+            emitted=list(map(len, emitted_ids)),
+            tokens=emitted_ids,
+            accepted=host.accepted,
             num_new_tokens=num_new_tokens,
-            acceptance=[chances[:length] for chances, length in zip(acceptance, lengths, strict=True)],
-            overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
-            undefined=[flags.index(True) if True in flags else len(flags) for flags in undefined],
+            acceptance=[of_row[:length] for of_row, length in zip(host.acceptance, chain.lengths, strict=True)],
+            overlap=[of_row[:length] for of_row, length in zip(host.overlap, chain.lengths, strict=True)],
+            undefined=[flags.index(True) if True in flags else len(flags) for flags in host.undefined],
             ended=ended,
             forward=forward,
             scores=scores,
             tree=tree,
-            accepted_candidates=accepted_candidates,
+            accepted_candidates=host.accepted_candidates,
         )
-        done.judged = [min(number + 1, length) for number, length in zip(done.accepted_in_chain, lengths, strict=True)]
-        return done
 
     def emit(self, tokens: torch.Tensor, num_to_emit: list[int], ids: list[list[int]] | None = None) -> None:
         """Emit the first `num_to_emit` [R] of tokens [R, n]; `ids` are the same as lists, if they were read back."""
@@ -294,8 +282,8 @@ class Batch:
     def rewind(self, counts: list[int]) -> None:
         """Take back all that rows have emitted but their first `counts` [B] tokens."""
         self.counts = counts
-        for state, count in zip(self.row_states, counts, strict=True):
-            del state.emitted_ids[count:]
+        for row_state, count in zip(self.row_states, counts, strict=True):
+            del row_state.emitted_ids[count:]
         self._set_rows(self.rows)
 
     def view_at(self, counts: list[int], rows: list[int] | None = None) -> "Batch":
@@ -335,16 +323,16 @@ class Batch:
         self.counts[row] = count
         del self.row_states[row].emitted_ids[count:]
 
-    def admit(self, row: int, state: RowState, prompt: torch.Tensor) -> None:
-        """Replace a row that has ended by another, with its state and prompt [l]."""
+    def admit(self, row: int, row_state: RowState, prompt: torch.Tensor) -> None:
+        """Replace a row that has ended by another, with its `RowState` and prompt [l]."""
         length = len(prompt)
         self.widen(max(0, length - self.width))
         self.ids[row] = self.pad_token_id
         self.ids[row, self.width - length : self.width] = prompt
         self.starts[row] = self.width - length
         self.counts[row] = 0
-        state.prompt_length = length
-        self.row_states[row] = state
+        row_state.prompt_length = length
+        self.row_states[row] = row_state
         self._set_rows(self.rows)
 
     def widen(self, columns: int) -> None:
@@ -365,12 +353,14 @@ class Batch:
         self._set_rows([self.rows[index] for index in keep_indices])
         return to_device_async(keep_indices, self.ids.device, torch.int64)
 
-    def seat_rows(self, rows: list[int]) -> torch.Tensor:
-        """Have these rows decode, of which some had left or are new; prompts of such are to be admitted.
+    def add_rows(self, new_rows: Iterable[int]) -> torch.Tensor:
+        """Have more rows decode, which had left or are new; `admit` then gives them prompts.
 
-        Returns [R'] int64: the row indices that they had before; 0 for those that had none.
+        Returns:
+            [R'] int64: the row indices that all decoding rows had before; 0 for those that had none.
         """
         previous_indices = {row: index for index, row in enumerate(self.rows)}
+        rows = sorted({*self.rows, *new_rows})
         more = max(0, rows[-1] + 1 - len(self.row_states))
         self.row_states += [RowState() for _ in range(more)]
         self.counts += [0] * more
@@ -381,10 +371,11 @@ class Batch:
 
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded after each row's end: [B, L + columns]."""
-        text = self.prefix(columns)
+        sequences = self.prefix(columns)
         # candidates that were drafted and not judged may stand after the end of a row
-        ends = self.width + torch.tensor(self.counts, device=text.device)
-        return text.masked_fill(torch.arange(text.shape[1], device=text.device) >= ends[:, None], self.pad_token_id)
+        ends = self.width + torch.tensor(self.counts, device=sequences.device)
+        index = torch.arange(sequences.shape[1], device=sequences.device)
+        return sequences.masked_fill(index >= ends[:, None], self.pad_token_id)
 
 
 def _with_next_token(draft: Draft, verdict: Verdict) -> torch.Tensor:
@@ -395,6 +386,45 @@ def _with_next_token(draft: Draft, verdict: Verdict) -> torch.Tensor:
     if verdict.path_nodes is not None:
         candidates = at_nodes(torch.nn.functional.pad(candidates, (1, 0)), verdict.path_nodes)[:, 1:]
     return torch.nn.functional.pad(candidates, (0, 1)).scatter(1, verdict.accepted[:, None], next_token)
+
+
+class HostVerdict(NamedTuple):
+    """What a round reads back from the device, with an entry for each of the R rows.
+
+    Attributes:
+        tokens: ids [K + 1], of which the accepted ones and the next are new.
+        accepted, acceptance, overlap, undefined: as in `Verdict`.
+        stop_flags: as `Stopping.stop_flags` gives them.
+        accepted_candidates: the numbers of these in the draft.
+    """
+
+    tokens: list[list[int]]
+    accepted: list[int]
+    acceptance: list[list[float]]
+    overlap: list[list[float]]
+    undefined: list[list[bool]]
+    stop_flags: list[list[bool]]
+    accepted_candidates: list[list[int]]
+
+
+def _read_back(tokens: torch.Tensor, verdict: Verdict, stop_flags: torch.Tensor) -> HostVerdict:
+    """A verdict as lists. A round waits for the device here alone, so that all goes in one transfer.
+
+    Args:
+        tokens: [R, K + 1], as in `HostVerdict`.
+        stop_flags: [R, n] bool.
+    """
+    path_nodes = tokens[:, :0] if verdict.path_nodes is None else verdict.path_nodes
+    figures = verdict.acceptance, verdict.overlap, verdict.undefined
+    ids, numbers_accepted, acceptance, overlap, undefined, flags, paths = _as_lists(
+        tokens, verdict.accepted[:, None], *figures, stop_flags, path_nodes
+    )
+    accepted = [number for (number,) in numbers_accepted]
+    accepted_candidates = [list(range(number)) for number in accepted]
+    if verdict.path_nodes is not None:
+        pairs = zip(paths, accepted, strict=True)
+        accepted_candidates = [[node - 1 for node in path[1 : 1 + number]] for path, number in pairs]
+    return HostVerdict(ids, accepted, acceptance, overlap, undefined, flags, accepted_candidates)
 
 
 def _as_lists(*parts: torch.Tensor) -> list[list[list[Any]]]:

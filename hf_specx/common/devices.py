@@ -90,12 +90,12 @@ def cached_numbers(config: PreTrainedConfig) -> int:
 
     Windows and layers without attention are not deducted; 0 for a model that has no heads, whose states do not grow.
     """
-    text: Any = config.get_text_config(decoder=True)
+    text_config: Any = config.get_text_config(decoder=True)
     names = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
-    count = next((number for name in names if (number := getattr(text, name, None))), 0)
-    layers = [text] * count
-    if getattr(text, "is_heterogeneous", False):  # its layers have configs of their own
-        layers = [text.per_layer_config[number] for number in range(count)]
+    count = next((number for name in names if (number := getattr(text_config, name, None))), 0)
+    layers = [text_config] * count
+    if getattr(text_config, "is_heterogeneous", False):  # its layers have configs of their own
+        layers = [text_config.per_layer_config[number] for number in range(count)]
     return sum(map(_cached_by_layer, layers))
 
 

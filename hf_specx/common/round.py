@@ -26,8 +26,8 @@ class Draft(NamedTuple):
         source: who proposed them; a list [R] where rows have different sources.
         forced: [R, D], which first choices are the only token that the processors allow there; None if that is not
             known.
-        estimate: for each row the chance that candidate i is kept, and all before it, i = 1 to its length; None if the
-            drafter has no such estimate.
+        acceptance: for each row the probability that its first i candidates are all accepted, i = 1 to its length, as
+            the drafter expects it; None if it expects nothing.
         model_free: [R] bool, rows whose candidates are from a part of the draft without a model, such as n-grams;
             None if all rows are of one kind, as they are unless the draft has several parts.
         host_tokens: the first columns of `tokens` as lists, [up to K][R], if they were read back from the device.
@@ -41,7 +41,7 @@ class Draft(NamedTuple):
     probs: torch.Tensor | None = None
     source: str | list[str] = "none"
     forced: list[list[bool]] | None = None
-    estimate: list[list[float]] | None = None
+    acceptance: list[list[float]] | None = None
     model_free: list[bool] | None = None
     host_tokens: Sequence[list[int]] = ()
     parents: Sequence[Parents] | None = None
@@ -60,7 +60,22 @@ class Draft(NamedTuple):
             host_tokens: Sequence[list[int]] = ()  # of other candidates
         else:
             host_tokens = self.host_tokens[: min(lengths, default=0)]
-        return self._replace(tokens=tokens, lengths=lengths, estimate=None, host_tokens=host_tokens, parents=None)
+        return self._replace(tokens=tokens, lengths=lengths, acceptance=None, host_tokens=host_tokens, parents=None)
+
+    def cut(self, most: int) -> "Draft":
+        """The first `most` candidates of each row, forced ones aside; these are a tree, as parents come first."""
+        forced = self.forced or [[]] * len(self.lengths)
+        lengths = [min(length, most + sum(flags)) for length, flags in zip(self.lengths, forced, strict=True)]
+        if lengths == self.lengths:
+            return self
+        estimate, parents = self.estimate, self.parents
+        if estimate is not None:
+            estimate = [of_row[:length] for of_row, length in zip(estimate, lengths, strict=True)]
+        if parents is not None:
+            parents = [of_row[:length] for of_row, length in zip(parents, lengths, strict=True)]
+        return self._replace(
+            tokens=self.tokens[:, : max(lengths)], lengths=lengths, estimate=estimate, parents=parents
+        )
 
     @property
     def sources(self) -> list[str]:
@@ -156,8 +171,6 @@ class Round:
         emitted: how many tokens it has emitted in the round: `num_new_tokens`, or fewer if it was cut at a stop.
         tokens: the ids of these.
         accepted: how many candidates were accepted, whether or not a stop cut them off.
-        judged: how many candidates were judged: the accepted ones, and the first that was rejected; of a tree, those
-            of first choice.
         num_new_tokens: accepted candidates and the token after them; in lockstep, of the row that has fewest.
         acceptance, overlap: of `Verdict`, for the candidates of each row.
         undefined: the first position of each row without a distribution; K + 1 if there is none.
@@ -178,7 +191,6 @@ class Round:
     emitted: list[int]
     tokens: list[list[int]]
     accepted: list[int]
-    judged: list[int]
     num_new_tokens: list[int]
     acceptance: list[list[float]]
     overlap: list[list[float]]
@@ -198,6 +210,12 @@ class Round:
             return self.accepted
         pairs = zip(self.accepted_candidates, self.tree.rows, strict=True)
         return [sum(map(eq, candidates, row.first_choices)) for candidates, row in pairs]
+
+    @property
+    def judged(self) -> list[int]:
+        """[R], how many candidates of first choice were judged: the accepted ones, and the first that was rejected."""
+        pairs = zip(self.accepted_in_chain, self.draft.lengths, strict=True)
+        return [min(number + 1, length) for number, length in pairs]
 
     @property
     def is_bonus(self) -> list[bool]:
@@ -234,12 +252,12 @@ class Round:
 
     def _unforced_acceptance(self, lengths: list[int]) -> list[list[float]]:
         """`acceptance` at the first `lengths` [R] candidates, without forced ones."""
-        acceptance = [chances[:number] for chances, number in zip(self.acceptance, lengths, strict=True)]
+        acceptance = [of_row[:number] for of_row, number in zip(self.acceptance, lengths, strict=True)]
         if self.draft.forced is None:
             return acceptance
         unforced = []
-        for chances, flags in zip(acceptance, self.draft.forced, strict=True):
-            unforced.append([chance for chance, is_forced in zip(chances, flags, strict=False) if not is_forced])
+        for of_row, flags in zip(acceptance, self.draft.forced, strict=True):
+            unforced.append([value for value, is_forced in zip(of_row, flags, strict=False) if not is_forced])
         return unforced
 
 

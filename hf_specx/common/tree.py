@@ -109,10 +109,8 @@ class Tree:
         numbers = [row_numbers(of_row, most, self.depth) for of_row in parents]
         sizes = [nodes, most, columns, nodes * columns]
         # views would have strides that depend on the depth, for each of which torch would compile forwards again
-        parts = [
-            part.clone(memory_format=torch.contiguous_format)
-            for part in to_device_async(numbers, device).split(sizes, 1)
-        ]
+        views = to_device_async(numbers, device).split(sizes, 1)
+        parts = [view.clone(memory_format=torch.contiguous_format) for view in views]
         self.node_depths, self.parent_nodes, self.first_choice_nodes = parts[:3]
         self.node_paths = parts[3].view(-1, nodes, columns)
         self.node_mask = (self.node_paths[..., None] == torch.arange(nodes, device=device)).any(2)

@@ -41,6 +41,7 @@ DECAY = 0.98  # factor on the weight of earlier rounds at each round
 MAX_SAMPLES = 15  # last rounds of a size whose median is its time
 TRIAL_SHARE = 0.01  # part of the time of plain steps that trials of a draft may lose
 TRIAL_ROUNDS = 5  # rounds of a trial; one of them may take the time to read what the draft has missed
+LEAST_OVERHEAD = 0.5  # of trees; less is no time that a round can take
 ASSUMED_STEP = 0.2  # time that a candidate, or a step of a draft, adds to a round of 1, where no times may be used
 ASSUMED_COSTS = Costs({1: {"target": {1: 1.0, 2: 1 + ASSUMED_STEP}, "draft": ASSUMED_STEP}})
 
@@ -148,8 +149,9 @@ class RoundTimer:
         self.costs_at_start: Costs | None = None
         self.samples: dict[tuple[int, int], deque[float]] = {}  # seconds of this call's rounds, by rows and candidates
         self.cached_times: dict[tuple[int, int, bool], list[float]] = {}
-        # seconds of rounds of trees over what was expected of them
-        self.tree_ratios: deque[float] = deque(maxlen=MAX_SAMPLES)
+        # seconds of this call's rounds with trees, by rows, draft steps and nodes
+        self.tree_samples: dict[tuple[int, int, int], deque[float]] = {}
+        self.may_have_trees = False
         self.last_end: float | None = None  # when the last round ended; None if the time since then does not count
         self.last_drafted = 0  # candidates of the last round
 
@@ -168,12 +170,34 @@ class RoundTimer:
 
     def tree_times(self, rows: int, steps: int, most: int) -> list[float]:
         """Seconds of rounds with so many draft steps and 0 to `most` candidates, which branch."""
+        self.may_have_trees = True
         costs, batch = self._costs_for(rows)
         _, drafting_ratio = self._ratios(rows)
-        enough = self.online and len(self.tree_ratios) >= MIN_SAMPLES
-        ratio = drafting_ratio * (statistics.median(self.tree_ratios) if enough else 1.0)
-        drafting = costs.drafting(batch, steps)
-        return [ratio * (costs.target(batch, 1 + number) + drafting) for number in range(most + 1)]
+        drafting, overheads = costs.drafting(batch, steps), self._tree_overheads(rows)
+        seconds = []
+        for nodes in range(most + 1):
+            nearest = min(overheads, key=lambda seen: abs(math.log(seen / max(nodes, 1))), default=0)
+            seconds.append(drafting_ratio * overheads.get(nearest, 1.0) * (costs.target(batch, 1 + nodes) + drafting))
+        return seconds
+
+    def _tree_overheads(self, rows: int) -> dict[int, float]:
+        """How much longer rounds with trees took than was expected, by number of nodes: in this call or before."""
+        costs, batch = self._costs_for(rows)
+        overheads = dict(costs.tree_overheads.get(batch, {}))
+        return overheads | self._seen_overheads(rows) if self.online else overheads
+
+    def _seen_overheads(self, rows: int) -> dict[int, float]:
+        """The same in this call alone; none where no rounds of chains tell what to expect."""
+        costs, batch = self._costs_for(rows)
+        if all(self._overhead(rows, with_candidates=each) is None for each in (True, False)):
+            return {}
+        _, drafting_ratio = self._ratios(rows)
+        ratios: dict[int, list[float]] = {}
+        for (seen_rows, steps, nodes), samples in self.tree_samples.items():
+            if seen_rows == rows and len(samples) >= MIN_SAMPLES:
+                expected = drafting_ratio * (costs.target(batch, 1 + nodes) + costs.drafting(batch, steps))
+                ratios.setdefault(nodes, []).append(statistics.median(samples) / expected)
+        return {nodes: max(LEAST_OVERHEAD, statistics.mean(each)) for nodes, each in ratios.items()}
 
     def prefill_seconds(self, rows: int, tokens: int) -> float:
         """Seconds that a draft takes to read so many tokens of each row; they grow as those of the target.
@@ -228,10 +252,8 @@ class RoundTimer:
             return
         now = self.costs.clock()
         if self.last_end is not None and not (steps > 0 and self.last_drafted == 0):
-            costs, batch = self._costs_for(rows)
-            _, drafting_ratio = self._ratios(rows)
-            expected = drafting_ratio * (costs.target(batch, 1 + nodes) + costs.drafting(batch, steps))
-            self.tree_ratios.append((now - self.last_end) / expected)
+            samples = self.tree_samples.setdefault((rows, steps, nodes), deque(maxlen=MAX_SAMPLES))
+            samples.append(now - self.last_end)
         self.last_end = now
         self.last_drafted = steps
 
@@ -239,6 +261,9 @@ class RoundTimer:
         """End the call: later ones go by what its rounds took."""
         if self.costs is not None:
             self.costs.remember_rounds(self.samples)
+            if self.may_have_trees:
+                sizes = {rows for rows, _, _ in self.tree_samples}
+                self.costs.remember_trees({rows: self._seen_overheads(rows) for rows in sizes})
 
     def _use(self, rows: int, drafted: int, seconds: float) -> None:
         """Go by these seconds of a round from now on."""

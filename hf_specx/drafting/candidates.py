@@ -109,7 +109,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         if not self.has_prefilled:
             runner.prefill()
             if len(batch.counts) > self.num_prompts:
-                runner.seat_rows(batch, batch.index.where(batch.index < self.num_prompts, 0))
+                runner.add_rows(batch, batch.index.where(batch.index < self.num_prompts, 0))
             elif len(batch.rows) < len(batch.counts):
                 runner.drop_rows(batch.index)
             self.has_prefilled = True
@@ -230,9 +230,9 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         pairs = zip(probabilities, limits, strict=True)
         return [0 if probability < self.threshold else limit for probability, limit in pairs]
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         if self.has_prefilled:
-            self.runner.seat_rows(batch, previous_indices)
+            self.runner.add_rows(batch, previous_indices)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Take up new prompts. Where they are wider than all before, they are read at once: columns have moved."""

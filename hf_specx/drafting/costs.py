@@ -19,6 +19,7 @@ PRIOR_ALPHA = 0.7  # acceptance assumed before any was seen
 PRIOR_WEIGHT = 4.0  # candidates that an assumption counts for: `PRIOR_ALPHA`, and at each depth the mean of all depths
 ALPHA_MEMORY = 100  # candidates that the acceptance of all earlier calls counts for when a call is added
 MIN_SAMPLES = 4  # rounds of a size before their time is used
+UNSEEN_TREES = 0.97  # power to which the overhead of trees that a call has not seen is raised
 ROUNDS_PER_TIMING = 400  # rounds with candidates that pay for timing forwards, which takes as long as some 20 of them
 
 
@@ -41,6 +42,8 @@ class Costs:
             `conditional_acceptance` of reports.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
         rank_estimates: by verification, which of the draft's choices the target has taken; not saved.
+        tree_overheads: seconds of rounds with trees over what those of chains make one expect, by batch size and
+            number of nodes; not saved.
         trial_budget: the time, in plain steps, that later calls may lose by trying a draft that does not pay.
         clock: gives seconds; time is read nowhere else.
         measured: all rows of the table that were timed, by batch size; `prepare` takes them, and times no size again.
@@ -53,6 +56,7 @@ class Costs:
     alpha: dict[str, float] = field(default_factory=dict)
     rounds: dict[int, dict[int, float]] = field(default_factory=dict)
     rank_estimates: dict[str, RankEstimate] = field(default_factory=dict)
+    tree_overheads: dict[int, dict[int, float]] = field(default_factory=dict)
     trial_budget: float = 0.0
     clock: Callable[[], float] = field(default=time.perf_counter, kw_only=True)
     measured: dict[int, ForwardTimes] = field(default_factory=dict, kw_only=True)
@@ -182,6 +186,19 @@ class Costs:
                 remembered[number] = on_grid(math.sqrt(earlier.get(number, median) * median))
             self.rounds[batch] = remembered
 
+    def remember_trees(self, seen: Mapping[int, Mapping[int, float]]) -> None:
+        """Add the `tree_overheads` of a call that might have had trees.
+
+        A number from earlier calls moves halfway. One that the call has not seen moves a little to 1, so that a tree
+        that did not pay is tried again some time.
+        """
+        for batch in {*self.tree_overheads, *seen}:
+            overheads, new = self.tree_overheads.get(batch, {}), seen.get(batch, {})
+            remembered = {nodes: overhead**UNSEEN_TREES for nodes, overhead in overheads.items()}
+            for nodes, overhead in new.items():
+                remembered[nodes] = math.sqrt(overheads.get(nodes, overhead) * overhead)
+            self.tree_overheads[batch] = remembered
+
     def apart(self) -> "Costs":
         """A copy, which learns from its own calls alone."""
         rounds = {batch: dict(times) for batch, times in self.rounds.copy().items()}  # another thread may add to it
@@ -190,6 +207,7 @@ class Costs:
             dict(self.alpha),
             rounds,
             copy.deepcopy(self.rank_estimates),
+            {batch: dict(overheads) for batch, overheads in self.tree_overheads.copy().items()},
             trial_budget=self.trial_budget,
             clock=self.clock,
             assumed=set(self.assumed),

@@ -79,7 +79,7 @@ class Drafter(Protocol):
     """Proposes candidates for all rows of a batch; a class that inherits from this needs `propose` alone.
 
     A call drives it in this order: `bind`, `check`, `start`, under "auto" `cost` and perhaps `size`, then in each
-    round `propose` and `observe`; in a queue `admit` follows where new prompts came, after `seat_rows` where they have
+    round `propose` and `observe`; in a queue `admit` follows where new prompts came, after `add_rows` where they have
     places that were free. What `bind` returns serves one call at a time, and holds all that belongs to it.
 
     Attributes:
@@ -94,8 +94,8 @@ class Drafter(Protocol):
             `num_draft_tokens="auto"` means for it, unless it `drafts_blocks`: such a number it finds by itself.
         drafts_blocks: whether one step finds all candidates of a round; "auto" then chooses how many are judged, or
             none.
-        has_other_tokenizer: whether its model has another tokenizer than the target; `tokenizer_match` says how their
-            tokens are matched.
+        has_other_tokenizer: whether its model has another tokenizer than the target; `tokenizer_match` says how
+            their tokens are matched.
         parts: the drafters that a `SeveralDrafts` chooses from; empty for any other.
     """
 
@@ -140,10 +140,10 @@ class Drafter(Protocol):
         """
         raise TypeError(f"{type(self).__name__} has no `propose`; what its `bind` returns must have one.")
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
-        """In a queue rows come back that had left, or new ones: these are the decoding rows now; `admit` follows.
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        """In a queue more rows decode from now on: such as had left, or new ones; `admit` follows.
 
-        `previous_indices` [R'] are their row indices up to now, 0 for those that had none.
+        `previous_indices` [R'] are the row indices of all decoding rows up to now, 0 for those that had none.
         """
         return
 

@@ -157,21 +157,21 @@ def apply_masks(
         batch.write(to_device_async(column, batch.ids.device)[:, None], position, [column])
     num_drafted = [min(pair) for pair in zip(num_usable, forced_run.lengths, strict=True)]
     lengths = forced_run.lengths if add_forced_tokens else num_drafted
-    estimate = None
-    if draft.estimate is not None:
-        rows = zip(draft.estimate, num_drafted, lengths, strict=True)
-        estimate = [_with_forced(chances, number, length) for chances, number, length in rows]
+    acceptance = None
+    if draft.acceptance is not None:
+        rows = zip(draft.acceptance, num_drafted, lengths, strict=True)
+        acceptance = [_with_forced(of_row, number, length) for of_row, number, length in rows]
     return draft._replace(
         tokens=to_device_async(columns, batch.ids.device).T if columns else draft.tokens[:, :0],
         lengths=lengths,
         source=draft.source if any(num_drafted) or not any(lengths) else "forced",
         forced=forced_run.forced if add_forced_tokens else None,
-        estimate=estimate,
+        acceptance=acceptance,
         host_tokens=columns,
     )
 
 
-def _with_forced(chances: list[float], num_drafted: int, length: int) -> list[float]:
-    """The chances of a row's drafted candidates, and of forced ones up to `length`: kept if those before are."""
-    last = chances[num_drafted - 1] if num_drafted else 1.0
-    return chances[:num_drafted] + [last] * (length - num_drafted)
+def _with_forced(acceptance: list[float], num_drafted: int, length: int) -> list[float]:
+    """That of a row's drafted candidates, and of forced ones up to `length`: kept if those before are."""
+    last = acceptance[num_drafted - 1] if num_drafted else 1.0
+    return acceptance[:num_drafted] + [last] * (length - num_drafted)

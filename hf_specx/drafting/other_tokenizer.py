@@ -122,11 +122,11 @@ class OtherTokenizerRunner:
         staying = set(keep_indices.tolist())
         self.draft_batch.drop_rows([row for index, row in enumerate(self.draft_batch.rows) if index not in staying])
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
-        self.draft_batch.seat_rows(batch.rows)
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        self.draft_batch.add_rows(batch.rows)
         more = len(self.draft_batch.counts) - len(self.translations)
         self.translations += [Translation(self.vocabularies) for _ in range(more)]
-        self.runner.seat_rows(self.draft_batch, previous_indices)
+        self.runner.add_rows(self.draft_batch, previous_indices)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in rows]

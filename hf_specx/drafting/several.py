@@ -92,7 +92,7 @@ class SeveralDrafts(Drafter):
             return drafts[0]
         acceptance = []  # that is expected of each other part and row
         for part, draft in enumerate(drafts):
-            acceptance.append(draft.estimate or self._expected_acceptance(batch, part, draft.lengths))
+            acceptance.append(draft.acceptance or self._expected_acceptance(batch, part, draft.lengths))
         num_accepted = [[sum(of_row) for of_row in of_part] for of_part in acceptance]
         self.chosen = [of_row.index(max(of_row)) for of_row in zip(*num_accepted, strict=True)]
         model = len(drafts)  # the number of the model's part
@@ -108,7 +108,7 @@ class SeveralDrafts(Drafter):
 
     def _join(self, batch: Batch, drafts: list[Draft], model: int) -> Draft:
         """One draft of those of the parts; their chains of first choices where the call takes no trees."""
-        if not batch.takes_trees:
+        if not batch.max_nodes:
             drafts = [draft.first_choices() for draft in drafts]
         return _joined(batch, drafts, self.chosen, model)
 
@@ -124,9 +124,9 @@ class SeveralDrafts(Drafter):
         round_timer = None if self.independent_rows else self.round_timer
         return [apply_masks(draft, self.processors, batch, round_timer, self.adds_forced_tokens) for draft in drafts]
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         for part in self.parts:
-            part.seat_rows(batch, previous_indices)
+            part.add_rows(batch, previous_indices)
         for estimates in self.estimates:
             more = len(batch.counts) - len(estimates)
             estimates += self._new_estimates(more) if self.independent_rows else estimates[:1] * more

@@ -15,12 +15,13 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import to_device_async
 from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
+from hf_specx.common.tree import row_tree_of
 
 from .auto import RoundTimer, most_tokens_per_second
 from .drafter import DraftContext, Drafter, check_number, no_candidates
 from .forward_times import NOTHING, ForwardSize
 from .suffix_pool import DEPTH, NGrams, SuffixPool
-from .trees import TreeShapes
+from .trees import LEAST_GAIN, TreeShapes
 
 
 UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
@@ -45,6 +46,12 @@ class Match(NamedTuple):
     chances: list[float]
     parents: list[int]
     length: int
+
+    def first_choices(self) -> "Match":
+        """The chain of first choices."""
+        chain = row_tree_of(tuple(self.parents)).first_choices
+        tokens, chances = [self.tokens[number] for number in chain], [self.chances[number] for number in chain]
+        return Match(tokens, chances, list(range(-1, len(chain) - 1)), self.length)
 
     def followed_by(self, text: Sequence[int]) -> tuple[int, int]:
         """How many candidates a text goes along, and how many of these and the next ones it says right or wrong of."""
@@ -182,6 +189,8 @@ class SuffixDraft(Drafter):
         """Up to `lengths` [R] candidates one after another, as are worth a longer round; `Draft.probs` is None."""
         matches = [self._find(row, length) for row, length in zip(batch.rows, lengths, strict=True)]
         self.matches = dict(zip(batch.rows, matches, strict=True))
+        if self.tree_shapes is not None and self.tree_shapes.nodes == "auto":
+            matches = self._best_kind(matches)
         chances = [match.chances for match in matches]
         if self.independent_rows:
             numbers = [self._best([of_row]) for of_row in chances]
@@ -192,20 +201,42 @@ class SuffixDraft(Drafter):
         if not any(num_candidates):
             return no_candidates(batch)
         columns = [list(column) for column in zip_longest(*candidates, fillvalue=0)]
-        estimate = [of_row[:number] for of_row, number in zip(chances, num_candidates, strict=True)]
+        acceptance = [of_row[:number] for of_row, number in zip(chances, num_candidates, strict=True)]
         tokens = to_device_async(columns, batch.ids.device).T
         parents = None
         if self.tree_shapes is not None:
             parents = [tuple(match.parents[:number]) for match, number in zip(matches, num_candidates, strict=True)]
             if all(of_row == tuple(range(-1, len(of_row) - 1)) for of_row in parents):
                 parents = None  # chains, which forced tokens may follow
-        return Draft(tokens, num_candidates, None, "suffix", estimate=estimate, host_tokens=columns, parents=parents)
+        return Draft(
+            tokens, num_candidates, None, "suffix", acceptance=acceptance, host_tokens=columns, parents=parents
+        )
 
     def _best(self, chances: list[list[float]]) -> int:
         """The number of candidates with the most tokens a second, by the chances of each row's to be kept."""
+        return self._most_tokens_per_second(chances, may_branch=self.tree_shapes is not None)[0]
+
+    def _most_tokens_per_second(self, chances: list[list[float]], may_branch: bool) -> tuple[int, float]:
+        """That number, and how many tokens a second of a row it promises."""
         rows, longest = len(chances), max(map(len, chances))
         means = [sum(row[i] for row in chances if i < len(row)) / rows for i in range(longest)]
-        return most_tokens_per_second(means, self.round_timer.times(rows, longest, steps=False))[0]
+        seconds, numbers = list(self.round_timer.times(rows, longest, steps=False)), list(range(1 + longest))
+        if may_branch and self.tree_shapes is not None:
+            numbers = [number for number in (0, *self.tree_shapes.numbers, longest) if number <= longest]
+            seconds[1:] = self.round_timer.tree_times(rows, 0, longest)[1:]
+        number, speedup = most_tokens_per_second(means, seconds, numbers)
+        return number, speedup / seconds[0]
+
+    def _best_kind(self, matches: list[Match]) -> list[Match]:
+        """The matches [R], or their chains of first choices where trees do not promise enough more."""
+        chains = [match.first_choices() for match in matches]
+        if chains == matches:
+            return matches
+        of_trees, of_chains = (
+            self._most_tokens_per_second([match.chances for match in kind], may_branch)[1]
+            for kind, may_branch in ((matches, True), (chains, False))
+        )
+        return matches if of_trees > LEAST_GAIN * of_chains else chains
 
     def _find(self, row: int, max_candidates: int) -> Match:
         """Candidates for a row, of which so many may follow each other at most, and that are likely enough."""
@@ -229,7 +260,7 @@ class SuffixDraft(Drafter):
     def _text(self, row: int) -> array:
         return self.indices[row].texts[self.text_numbers[row]]
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         for row in range(len(self.text_numbers), len(batch.counts)):
             self.indices.append(NGrams(self.min_match) if self.independent_rows else self.indices[0])
             self.row_acceptance.append(MatchAcceptance() if self.independent_rows else self.acceptance)

@@ -1,8 +1,8 @@
 """Which candidates a round has besides those of first choice: the ones that promise most, within a number of nodes.
 
-The target's token at a node is taken to be the draft's r-th choice with a probability that depends on r alone and is
-estimated from past rounds: 0.74, 0.14, 0.05 for the pair in the package at temperature 1. A node is worth the product
-of these probabilities on the way to it: that many tokens more come of a round that has it.
+The target's token at a node is taken to be the draft's choice of rank r with a chance that depends on r alone, and is
+estimated from past rounds: 0.74, 0.14, 0.05 for the pair in the package at temperature 1. A candidate is worth the
+product of these chances on the way to it: that many tokens more come of a round that has it.
 
 There are two kinds of shapes, `TreeKind`:
 
@@ -26,10 +26,10 @@ TreeKind = Literal["comb", "full"]
 COMPILED_NODES = (7, 15, 31, 63)  # of which torch compiles few forwards
 MOST_RANKS = 16  # choices at one place
 PRIOR = (0.7, 0.14, 0.05, 0.025)  # chances of ranks before any were seen; those of later ones are halved each time
-WEIGHT = 20.0  # nodes that this is worth
+PRIOR_NODES = 8.0  # nodes that count for the prior, always
 LEAST_GAIN = 1.02  # a tree is taken if it promises so many times the chain's tokens a second
 ROUNDS_OF_A_SHAPE = 8  # after which ranks and times are looked at again
-FORGET = 0.98  # factor on the weight of earlier rounds at each round
+FORGET = 0.98  # factor on the weight of what was seen before, where more is tried
 
 
 class Shape(NamedTuple):
@@ -64,30 +64,42 @@ def shape_below(shape: Shape, limits: tuple[int, ...]) -> Shape:
 
 
 class RankEstimate:
-    """The chance that a target's own choice at a node has a rank among the draft's, by the rounds so far."""
+    """The chance that a target's own choice at a node has a rank among the draft's, by the rounds so far.
+
+    Of ranks from 1 on it is counted only where the first choice was wrong, since chains tell of that as well.
+
+    Attributes:
+        hits, tries: by rank, at how many nodes a choice was the target's own, of those where it was tried.
+    """
 
     def __init__(self) -> None:
-        prior = [*PRIOR, *(PRIOR[-1] / 2**n for n in range(1, 1 + MOST_RANKS - len(PRIOR)))]
-        self.hits = [WEIGHT * chance for chance in prior]
-        self.tried = [WEIGHT] * MOST_RANKS
+        self.hits, self.tries = [0.0] * MOST_RANKS, [0.0] * MOST_RANKS
 
     def observe(self, done: Round) -> None:
         """Count the nodes on the branches that were taken; of a chain these are those of first choice."""
-        self.hits, self.tried = ([FORGET * count for count in counts] for counts in (self.hits, self.tried))
+        hits, tries = [0] * MOST_RANKS, [0] * MOST_RANKS
         for index, (ranks, length) in enumerate(zip(done.accepted_ranks, done.draft.lengths, strict=True)):
             path_nodes = [0, *(candidate + 1 for candidate in done.accepted_candidates[index])]
             for depth, node in enumerate(path_nodes):
                 children = int(depth < length) if done.tree is None else done.tree.rows[index].node_children[node]
-                for rank in range(min(children, MOST_RANKS)):
-                    self.tried[rank] += 1
-                if depth < len(ranks) and ranks[depth] < MOST_RANKS:
-                    self.hits[ranks[depth]] += 1
+                rank = ranks[depth] if depth < len(ranks) else MOST_RANKS  # that of none of them
+                for tried in range(min(children, MOST_RANKS, 1 if rank == 0 else MOST_RANKS)):
+                    tries[tried] += 1
+                if rank < MOST_RANKS:
+                    hits[rank] += 1
+        for rank in range(MOST_RANKS):
+            if tries[rank]:  # what is not tried is not forgotten
+                self.hits[rank] = FORGET * self.hits[rank] + hits[rank]
+                self.tries[rank] = FORGET * self.tries[rank] + tries[rank]
 
     @property
-    def chances(self) -> list[float]:
+    def chances(self) -> tuple[float, ...]:
         """Of ranks 0 to `MOST_RANKS` - 1; none is more than that of the rank before."""
-        chances = [hits / tried for hits, tried in zip(self.hits, self.tried, strict=True)]
-        return list(itertools.accumulate(chances, min))
+        priors = [*PRIOR, *(PRIOR[-1] / 2**n for n in range(1, 1 + MOST_RANKS - len(PRIOR)))]
+        priors[1:] = [prior / (1 - PRIOR[0]) for prior in priors[1:]]  # where the first choice is wrong
+        counts = zip(priors, self.hits, self.tries, strict=True)
+        first, *others = ((hits + PRIOR_NODES * prior) / (tries + PRIOR_NODES) for prior, hits, tries in counts)
+        return tuple(itertools.accumulate([first, *((1 - first) * other for other in others)], min))
 
 
 class TreeShapes:
@@ -140,14 +152,14 @@ class TreeShapes:
     def _best_size(self, rows: int, most_depth: int, kind: TreeKind) -> tuple[int, int]:
         """The depth and the number of nodes with the most tokens a second; those of the chain if no tree has more."""
         chances, most_nodes = self.chances, max(self.numbers, default=0)
-        chain = [chances[0] ** (position + 1) for position in range(most_depth)]
         best = most_depth, most_depth
-        best_rate = LEAST_GAIN * (1.0 + sum(chain)) / self.round_timer.times(rows, most_depth)[most_depth]
+        chain_tokens = 1.0 + sum(chain_values(chances, most_depth))
+        best_rate = LEAST_GAIN * chain_tokens / self.round_timer.times(rows, most_depth)[most_depth]
         for depth in range(1 if self.chooses_depth else most_depth, most_depth + 1):
             if kind == "comb":
-                values = chain[:depth] + sorted(leaf_values(chances, depth), reverse=True)
+                values = chain_values(chances, depth) + sorted(leaf_values(chances, depth), reverse=True)
             else:
-                values = sorted(full_values(chances, depth, most_nodes), reverse=True)
+                values = [value for value, path in best_paths(chances, most_depth, most_nodes) if len(path) <= depth]
             tokens = list(itertools.accumulate(values, initial=1.0))  # of a row, by its number of nodes
             seconds = self.round_timer.tree_times(rows, depth, most_nodes)
             for number in self.numbers:
@@ -183,18 +195,14 @@ class TreeShapes:
         return 1 + max(ranks)
 
 
+def chain_values(chances: Sequence[float], length: int) -> list[float]:
+    """What the candidates of a chain are worth by the chances of ranks, in their order."""
+    return [chances[0] ** (position + 1) for position in range(length)]
+
+
 def leaf_values(chances: Sequence[float], length: int) -> list[float]:
-    """What the leaves beside a chain of `length` are worth by the chances of ranks, in any order."""
+    """What the leaves beside a chain of `length` are worth, by position and then by rank."""
     return [chances[0] ** position * chance for position in range(length) for chance in chances[1:]]
-
-
-def full_values(chances: Sequence[float], depth: int, nodes: int) -> list[float]:
-    """What the candidates of `full_shape` are worth, in any order."""
-    values: dict[int, float] = {-1: 1.0}
-    shape = full_shape(chances, depth, nodes)
-    for candidate, (parent, rank) in enumerate(zip(shape.parents, shape.ranks, strict=True)):
-        values[candidate] = values[parent] * chances[rank]
-    return list(values.values())[1:]
 
 
 def comb_shape(chances: Sequence[float], length: int, nodes: int) -> Shape:
@@ -209,20 +217,26 @@ def comb_shape(chances: Sequence[float], length: int, nodes: int) -> Shape:
     return Shape(tuple(position - 1 for position in positions), positions, ranks)
 
 
-def full_shape(chances: Sequence[float], depth: int, nodes: int) -> Shape:
-    """The `nodes` candidates up to a depth that are worth most by the chances of ranks, first choices first."""
-    taken: list[tuple[int, ...]] = []  # each named by the ranks on the way to it
-    waiting: list[tuple[float, tuple[int, ...]]] = [(-chances[0], (0,))] if depth else []
+@lru_cache(256)
+def best_paths(chances: tuple[float, ...], depth: int, nodes: int) -> list[tuple[float, tuple[int, ...]]]:
+    """The `nodes` candidates up to a depth that are worth most, best first: the value of each, and the ranks to it."""
+    taken: list[tuple[float, tuple[int, ...]]] = []
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-chances[0], (0,))] if depth else []  # a heap
     while waiting and len(taken) < nodes:
         negative_value, path = heapq.heappop(waiting)
-        taken.append(path)
+        taken.append((-negative_value, path))
         rank = path[-1]
         if rank + 1 < len(chances):  # its next sibling
             ratio = chances[rank + 1] / chances[rank] if chances[rank] else 0.0
             heapq.heappush(waiting, (negative_value * ratio, (*path[:-1], rank + 1)))
         if len(path) < depth:  # its first child
             heapq.heappush(waiting, (negative_value * chances[0], (*path, 0)))
-    order = sorted(taken, key=any)  # stable: the chain first, and the others by what they are worth
+    return taken
+
+
+def full_shape(chances: tuple[float, ...], depth: int, nodes: int) -> Shape:
+    """The `nodes` candidates up to a depth that are worth most, those of first choice first."""
+    order = sorted((path for _, path in best_paths(chances, depth, nodes)), key=any)  # stable
     numbers = {path: candidate for candidate, path in enumerate(order)} | {(): -1}
     parents = tuple(numbers[path[:-1]] for path in order)
     return Shape(parents, tuple(len(path) - 1 for path in order), tuple(path[-1] for path in order))

@@ -50,7 +50,9 @@ class Layout:
     """How rows of unequal length share the batch.
 
     Attributes:
-        target, draft: that of each model; `reason` says why the target's.
+        target, draft: that of each model: "ragged", "padded", "packed" or "lockstep", of which the glossary in
+            `sampling/verify.py` says what they are; "plain" in a call that transformers' own sampler decodes.
+        reason: why the target's.
         refills: whether prompts can be read in the places of rows that have ended.
     """
 
@@ -203,6 +205,15 @@ def _for_runners(
         hidden_state_taps=drafter.hidden_state_taps,
         synced_gpus=synced_gpus,
     )
+
+
+def without_tree(call: Call, reason: str) -> Call:
+    """The same call with chains, verified as a call that has asked for no tree."""
+    verification = call.verification
+    if verification != "greedy":
+        needs_coupled = call.seeds is not None and call.layout.lockstep
+        verification = _sampled_verification(call.strategy, call.drafter, needs_coupled)
+    return replace(call, max_nodes=0, tree_reason=reason, verification=verification)
 
 
 def in_layout(call: Call, layout: str) -> Call:

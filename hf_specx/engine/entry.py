@@ -87,9 +87,9 @@ class StopOfOneRow(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Whether each of several texts [R, L] that the row may have ends: [R] bool."""
         stops = []
-        for text in input_ids:
+        for row_ids in input_ids:
             self.criterion.done_tracker = [False]
-            stops.append(self.criterion(text[None], scores, **kwargs))
+            stops.append(self.criterion(row_ids[None], scores, **kwargs))
         return torch.tensor(stops, device=input_ids.device)
 
 

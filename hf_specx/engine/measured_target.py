@@ -17,7 +17,7 @@ from hf_specx.models.runner import ModelRunner
 from hf_specx.models.self_check import RESULTS, STEPS, Conditions, Difference, compare, conditions_of, remember
 from hf_specx.models.slots import cache_name
 
-from .call import Call, in_layout
+from .call import Call, in_layout, without_tree
 from .ranks import any_rank
 from .reasons import why_measured_wrong
 from .report import PLAINLY
@@ -61,7 +61,7 @@ def with_measured_target(call: Call) -> tuple[Call, ModelRunner | None]:
                 layout_shown = replace(layout_shown, reason=reason, refills=False)
             tried = replace(tried, layout=layout_shown, measured_candidates=candidates)
             if tried.max_nodes:
-                tried = replace(tried, max_nodes=0, tree_reason="no tree: the target was measured with chains")
+                tried = without_tree(tried, "no tree: the target was measured with chains")
             return tried, runner
         differences.append(f"{layout}: {difference}")
     reason = why_measured_wrong(describe(traits), differences)

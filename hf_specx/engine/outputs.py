@@ -76,13 +76,13 @@ class Stream:
     def observe(self, done: Round) -> None:
         """Hand over what will surely be in the text."""
         new = []
-        for row, end in zip(done.batch.row_states, self.stopping.num_final_tokens(done.batch), strict=True):
-            new.append(row.emitted_ids[row.num_streamed : end])
-            row.num_streamed = end
+        for row_state, end in zip(done.batch.row_states, self.stopping.num_final_tokens(done.batch), strict=True):
+            new.append(row_state.emitted_ids[row_state.num_streamed : end])
+            row_state.num_streamed = end
         # where no row is padded, texts end with the call
-        self.hand_on(new, done.ended if self.stopping.pads_finished_rows else ())
+        self.put_tokens(new, done.ended if self.stopping.has_eos_stopping_criteria else ())
 
-    def hand_on(self, new: Sequence[Sequence[int]], ended: Iterable[int]) -> None:
+    def put_tokens(self, new: Sequence[Sequence[int]], ended: Iterable[int]) -> None:
         """Hand over the new tokens of each of the B rows, and end the rows in `ended`."""
         for row, tokens in enumerate(new):
             step = 1 if self.stream_by == "token" else max(1, len(tokens))

@@ -29,7 +29,7 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     require(has_one_generator, f"{message}{call.fallback_reason}; call generate for each row, or leave the seeds out.")
     stream = None if call.strategy.streamer is None else Stream(call)
     asks_criteria_each_token = method == "_sample"  # beams and the like do not
-    watch = _Watch(call.stopping, stream if asks_criteria_each_token else None, ids)
+    criteria = _CriteriaWithStream(call.stopping, stream if asks_criteria_each_token else None, ids)
     if stream is not None:
         stream.prompt(make_batch(call))
     arguments: dict[str, Any] = {"synced_gpus": call.synced_gpus, **prompt.kwargs}
@@ -39,21 +39,21 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     with torch.random.fork_rng([ids.device] if ids.device.type == "cuda" else [], enabled=call.seeds is not None):
         if call.seeds is not None:
             torch.manual_seed(call.seeds[0])
-        output = getattr(prompt.model, method)(ids, prompt.processors, watch, config, **arguments)
-    text = getattr(output, "sequences", output)[:, ids.shape[1] :]
-    rows, columns = text.shape
+        output = getattr(prompt.model, method)(ids, prompt.processors, criteria, config, **arguments)
+    new_tokens = getattr(output, "sequences", output)[:, ids.shape[1] :]
+    rows, columns = new_tokens.shape
     if stream is not None and not asks_criteria_each_token:
-        stream.hand_on(text.tolist(), [])
+        stream.put_tokens(new_tokens.tolist(), [])
     report = SpeculationReport(PLAINLY, PLAINLY, f"transformers' own sampler: {call.fallback_reason}", rows)
     report.plain_steps = columns
     report.emitted_per_row = [columns] * rows
     if asks_criteria_each_token:
-        report.emitted_per_row = watch.num_emitted(columns).tolist()
+        report.emitted_per_row = criteria.num_emitted(columns).tolist()
     report.seconds["total"] = time.perf_counter() - started
     return output, report
 
 
-class _Watch(StoppingCriteriaList):
+class _CriteriaWithStream(StoppingCriteriaList):
     """The criteria of a call, which stream each token of a row that has not ended, and count the tokens of rows.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Watch(StoppingCriteriaList):
 
     def __init__(self, stopping: Stopping, stream: Stream | None, input_ids: torch.Tensor):
         super().__init__(stopping.all)
-        self.stream, self.pads = stream, stopping.pads_finished_rows
+        self.stream, self.has_eos_stopping_criteria = stream, stopping.has_eos_stopping_criteria
         self.stopped: list[torch.Tensor] = []
         self.has_ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -74,12 +74,12 @@ class _Watch(StoppingCriteriaList):
             new_tokens = []
             for token, has_ended in zip(input_ids[:, -1].tolist(), self.has_ended.tolist(), strict=True):
                 new_tokens.append([] if has_ended else [token])
-            ends_now = (stopped & ~self.has_ended & self.pads).nonzero()[:, 0].tolist()
-            self.stream.hand_on(new_tokens, ends_now)
-            self.has_ended |= stopped & self.pads
+            ends_now = (stopped & ~self.has_ended & self.has_eos_stopping_criteria).nonzero()[:, 0].tolist()
+            self.stream.put_tokens(new_tokens, ends_now)
+            self.has_ended |= stopped & self.has_eos_stopping_criteria
         return stopped
 
     def num_emitted(self, columns: int) -> torch.Tensor:
         """[B], how many tokens rows have up to their ends, at most `columns`."""
-        has_ended = torch.stack(self.stopped).cumsum(0).bool() & self.pads
+        has_ended = torch.stack(self.stopped).cumsum(0).bool() & self.has_eos_stopping_criteria
         return (1 + (~has_ended).sum(0)).clamp(max=columns)

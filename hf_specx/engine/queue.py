@@ -16,7 +16,7 @@ from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.per_request import RequestStopping
 
 from .ranks import synced_by_default
-from .requests import CancelCriteria, Completion, Piece, PreparedRequest, Request, RequestPreparer, as_ids
+from .requests import CancelCriteria, Completion, Piece, PreparedRequest, RequestPreparer, as_request
 
 
 KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
@@ -137,26 +137,28 @@ class RequestQueue:
         for row, tokens in zip(done.rows, done.tokens, strict=True) if self.streams else ():
             self.new_tokens.setdefault(row_states[row].request.index, []).extend(tokens)
         for row in done.ended:
-            state = row_states[row]
-            if state.dead_end is None:
-                self.complete(state.request, list(state.emitted_ids), done.batch.row(row)[None], state.logprobs)
+            row_state = row_states[row]
+            if row_state.dead_end is None:
+                self.complete(
+                    row_state.request, list(row_state.emitted_ids), done.batch.row(row)[None], row_state.logprobs
+                )
             else:
-                _, error = state.dead_end
-                state.dead_end = None
-                self.refuse(state.request.index, error)
+                _, error = row_state.dead_end
+                row_state.dead_end = None
+                self.refuse(row_state.request.index, error)
 
     def complete(
         self,
         request: PreparedRequest,
         tokens: list[int],
-        text: torch.Tensor,
+        input_ids: torch.Tensor,
         logprobs: Sequence[tuple[float, float]] = (),
     ) -> None:
-        """Complete a request that has ended, with new tokens that are the end of its text [1, L]."""
+        """Complete a request that has ended, with new tokens that are the end of input_ids [1, L]."""
         processed = [of_processed for of_processed, _ in logprobs] if self.logprobs else None
         raw = [of_model for _, of_model in logprobs] if self.logprobs else None
-        reason = "length" if request.stopping.ended_by_limit(text, tokens) else "stop"
-        if reason == "stop" and request.is_cancelled() and not request.stopping.stops(text, tokens):
+        reason = "length" if request.stopping.ended_by_limit(input_ids, tokens) else "stop"
+        if reason == "stop" and request.is_cancelled() and not request.stopping.stops(input_ids, tokens):
             reason = "cancelled"
         self.completed.append(Completion(request.index, tokens, reason, processed, raw))
 
@@ -216,12 +218,12 @@ class RequestQueue:
 
     def _prepare(self, index: int, prompt: Any) -> PreparedRequest | None:
         """A prompt or `Request` as it is decoded; None if it was cancelled or is refused, and is complete by that."""
-        request = prompt if isinstance(prompt, Request) else Request(prompt)
+        request = as_request(prompt)
         if request.is_cancelled():
             self.completed.append(Completion(index, [], "cancelled"))
             return None
         if index == 0:  # the type of the first is that of all
-            as_ids(request.input_ids)
+            self.preparer.check_kind(request)
         try:
             prepared = self.preparer.prepare_request(index, request)
             self._check_room(prepared)

@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import compress, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_specx.common.round import Round, RoundRecord
 from hf_specx.drafting.costs import Costs, expected_tokens
-from hf_specx.drafting.drafter import TokenizerMatch
 
 
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
@@ -24,6 +23,20 @@ REPORTED = """
 """.split()  # noqa: SIM905
 PER_ROW = ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row")
 LARGEST = ("rows", "num_draft_tokens")  # of several calls the larger one, where other numbers are added
+
+
+class RoundSize(NamedTuple):
+    """What decides how long a round takes for a row.
+
+    Attributes:
+        drafted: candidates of the row.
+        draft_steps: positions for which the draft had to take a step; a head that drafts a block takes one for all.
+        most_candidates: of the row that has most.
+    """
+
+    drafted: int
+    draft_steps: int
+    most_candidates: int
 
 
 @dataclass
@@ -42,14 +55,15 @@ class SpeculationReport:
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
         num_new_tokens: tokens by which rows went on in rounds with candidates, before a cut at a stop.
         drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
-        steps: how many rounds rows took part in, but for a first one without candidates, by (candidates of the row,
-            drafted positions, most candidates of any row); `new_tokens_in_steps`: by how much rows went on in these.
+        round_sizes: how many rounds rows took part in, but for a first one without candidates, by their `RoundSize`;
+            `new_tokens_in_rounds`: by how much rows went on in these.
         num_draft_tokens: the most candidates of a round, one after another; `mean_draft_tokens` is their mean.
         acceptance_sums: two sums over rows, rounds and i: of the probability that the first i candidates are all
             accepted, and that the first i - 1 are; see `conditional_acceptance`. Of several drafts, the model's alone.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
         seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
         compilations: forwards that torch compiled anew; `copied`: tokens of prompts that others begin with as well.
+        tokenizer_match: a `TokenizerMatch` as plain values, of a draft with another tokenizer.
         history: for each row its rounds in order, or at least the last `max_history`; one with drafted == 0 is a plain
             step.
     """
@@ -75,8 +89,8 @@ class SpeculationReport:
     drafted_per_position: list[int] = field(default_factory=list)
     judged_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
-    steps: Counter[tuple[int, int, int]] = field(default_factory=Counter, repr=False)
-    new_tokens_in_steps: int = 0
+    round_sizes: Counter[RoundSize] = field(default_factory=Counter, repr=False)
+    new_tokens_in_rounds: int = 0
     num_draft_tokens: int = 0
     acceptance_sums: tuple[float, float] = (0.0, 0.0)
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -84,7 +98,7 @@ class SpeculationReport:
     compilations: int = 0
     copied: int = 0
     costs: Costs | None = None
-    other_tokenizer: TokenizerMatch | None = None
+    tokenizer_match: dict[str, Any] | None = None
     history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
     max_history: int | None = None
 
@@ -96,51 +110,57 @@ class SpeculationReport:
     def observe(self, done: Round) -> None:
         """Count a round."""
         self._add_rows(len(done.batch.row_states) - self.rows)
-        draft, longest, width = done.draft, max(done.draft.lengths), max(done.num_candidates)
-        steps, sources, nodes = draft.steps, draft.sources, done.num_candidates
-        accepted_ranks = done.accepted_ranks
+        longest, most_candidates = max(done.draft.lengths), max(done.num_candidates)
+        num_steps, judged = done.draft.steps, done.judged
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
+        self._count_acceptance(done)
+        for index, (row, record) in enumerate(zip(done.rows, records_of(done), strict=True)):
+            if record.drafted or self.emitted_per_row[row]:  # else it is the first step, with the prompt
+                self.round_sizes[RoundSize(record.drafted, num_steps, most_candidates)] += 1
+                self.new_tokens_in_rounds += done.num_new_tokens[index]
+            self._keep(row, record)
+            self.emitted_per_row[row] += record.emitted
+            if record.drafted:
+                self._count_candidates(done, index, record, judged[index])
+
+    def _count_acceptance(self, done: Round) -> None:
+        """Add to `acceptance_sums`."""
         accepted_mass, drafted_mass = self.acceptance_sums
-        for chances in done.draft_acceptance:
-            accepted_mass += sum(chances)
-            drafted_mass += sum([1.0, *chances][: len(chances)])
+        for acceptance in done.draft_acceptance:
+            accepted_mass += sum(acceptance)
+            drafted_mass += sum([1.0, *acceptance][: len(acceptance)])
         self.acceptance_sums = accepted_mass, drafted_mass
+
+    def _keep(self, row: int, record: RoundRecord) -> None:
+        """Add a record to the history of a row."""
+        history = self.history[row]
+        history.append(record)
+        if self.max_history is not None and len(history) > 2 * self.max_history:
+            del history[: self.max_history]
+
+    def _count_candidates(self, done: Round, index: int, record: RoundRecord, judged: int) -> None:
+        """Count the candidates of a row, by its row index, of which so many were `judged`."""
+        row, drafted, accepted = done.rows[index], record.drafted, record.accepted
+        self.forced += len(record.forced)
+        self.nodes += record.nodes
+        for rank in record.ranks:
+            self.accepted_per_rank += [0] * (1 + rank - len(self.accepted_per_rank))
+            self.accepted_per_rank[rank] += 1
+        self.num_new_tokens += done.num_new_tokens[index]
+        self.overlap += sum(done.overlap[index][:judged])
+        self.rounds_per_row[row] += 1
+        self.drafted_per_row[row] += drafted
+        self.accepted_per_row[row] += accepted
         positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
-        for index, row in enumerate(done.rows):
-            drafted, accepted, judged = draft.lengths[index], done.accepted[index], done.judged[index]
-            num_new_tokens = done.num_new_tokens[index]
-            if drafted or self.emitted_per_row[row]:
-                self.steps[drafted, steps, width] += 1
-                self.new_tokens_in_steps += num_new_tokens
-            flags, history = [] if draft.forced is None else draft.forced[index], self.history[row]
-            forced = tuple(compress(range(drafted), flags))
-            ranks = tuple(accepted_ranks[index])
-            ends = done.is_bonus[index]
-            history.append(RoundRecord(drafted, accepted, done.emitted[index], forced, nodes[index], ranks, ends))
-            if self.max_history is not None and len(history) > 2 * self.max_history:
-                del history[: self.max_history]
-            self.emitted_per_row[row] += done.emitted[index]
-            if not drafted:
-                continue
-            self.forced += len(forced)
-            self.nodes += nodes[index]
-            for rank in ranks:
-                self.accepted_per_rank += [0] * (1 + rank - len(self.accepted_per_rank))
-                self.accepted_per_rank[rank] += 1
-            self.num_new_tokens += num_new_tokens
-            self.overlap += sum(done.overlap[index][:judged])
-            self.rounds_per_row[row] += 1
-            self.drafted_per_row[row] += drafted
-            self.accepted_per_row[row] += accepted
-            for counts, number in zip(positions, (drafted, judged, accepted), strict=True):
-                counts += [0] * (max(drafted, accepted) - len(counts))
-                for position in range(number):
-                    counts[position] += 1
-            of_source = self.sources.setdefault(sources[index], {"rounds": 0, "drafted": 0, "accepted": 0})
-            for name, number in zip(of_source, (1, drafted, accepted), strict=True):
-                of_source[name] += number
+        for counts, number in zip(positions, (drafted, judged, accepted), strict=True):
+            counts += [0] * (max(drafted, accepted) - len(counts))
+            for position in range(number):
+                counts[position] += 1
+        of_source = self.sources.setdefault(done.draft.sources[index], {"rounds": 0, "drafted": 0, "accepted": 0})
+        for name, number in zip(of_source, (1, record.nodes, accepted), strict=True):
+            of_source[name] += number
 
     def _add_rows(self, more: int) -> None:
         """Count rows that a queue has added."""
@@ -217,8 +237,8 @@ class SpeculationReport:
 
     @property
     def acceptance_rate(self) -> float:
-        """accepted / drafted, as vLLM counts; not α. Branches are not counted as drafted, and it may be above 1."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        """accepted / nodes, the share of all candidates that was kept, as vLLM counts; not α."""
+        return self.accepted / self.nodes if self.nodes else 0.0
 
     @property
     def alpha(self) -> float:
@@ -243,11 +263,6 @@ class SpeculationReport:
         return self.num_new_tokens / rounds if rounds else 1.0
 
     @property
-    def tokenizer_match(self) -> dict[str, Any] | None:
-        """`other_tokenizer` as plain values."""
-        return None if self.other_tokenizer is None else self.other_tokenizer._asdict()
-
-    @property
     def cost_coefficient(self) -> float | None:
         """c, the time of a draft step over that of a target step at this batch size; None if not measured."""
         return self._costs.cost_coefficient(self.rows) if self._costs else None
@@ -260,11 +275,14 @@ class SpeculationReport:
         of target steps that they should cost. Plain steps count with γ = 0.
         """
         c, alpha = self.cost_coefficient, self.alpha
-        if c is None or not self.steps:
+        if c is None or not self.round_sizes:
             return None if c is None else 1.0
-        expected = sum(n * expected_tokens(alpha, drafted) for (drafted, *_), n in self.steps.items())
         num_steps = self._costs.num_steps  # type: ignore[union-attr]
-        return expected / sum(n * (num_steps(candidates) * c + 1) for (_, candidates, _), n in self.steps.items())
+        expected = spent = 0.0
+        for size, number in self.round_sizes.items():
+            expected += number * expected_tokens(alpha, size.drafted)
+            spent += number * (1 + c * num_steps(size.draft_steps))
+        return expected / spent
 
     @property
     def forward_limited_speedup(self) -> float | None:
@@ -273,14 +291,14 @@ class SpeculationReport:
         That is the number of tokens that rows got in them, over the number of plain steps that take as long.
         """
         costs = self._costs
-        if costs is None or not self.steps:
+        if costs is None or not self.round_sizes:
             return None if costs is None else 1.0
         plain = costs.target(self.rows, 1)
-        taken = sum(
-            n * (costs.target(self.rows, width + 1) + costs.drafting(self.rows, candidates))
-            for (_, candidates, width), n in self.steps.items()
-        )
-        return self.new_tokens_in_steps * plain / taken
+        taken = 0.0
+        for size, number in self.round_sizes.items():
+            forwards = costs.target(self.rows, 1 + size.most_candidates) + costs.drafting(self.rows, size.draft_steps)
+            taken += number * forwards
+        return self.new_tokens_in_rounds * plain / taken
 
     @property
     def _costs(self) -> Costs | None:
@@ -307,9 +325,8 @@ class SpeculationReport:
             f"alpha {alpha}, acceptance rate {rate}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
         lines += [reason for reason in (self.limit_reason, self.misread_reason, self.tree_reason) if reason]
-        if self.other_tokenizer is not None:
-            match = self.other_tokenizer
-            lines.append(f"another tokenizer, matched by {match.match} ({match.reason})")
+        if self.tokenizer_match is not None:
+            lines.append("another tokenizer, matched by {match} ({reason})".format_map(self.tokenizer_match))
         if len(self.sources) > 1:
             message = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
             lines.append(f"accepted of proposed, by source: {', '.join(message)}")
@@ -322,6 +339,31 @@ class SpeculationReport:
             phases = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")
             lines.append(f"{self.seconds['total']:.2f} s" + (f" ({phases})" if phases else ""))
         return "\n".join(lines)
+
+
+def records_of(done: Round) -> list[RoundRecord]:
+    """The counts of each of the R rows in a round."""
+    draft, num_candidates, accepted_ranks, is_bonus = (
+        done.draft,
+        done.num_candidates,
+        done.accepted_ranks,
+        done.is_bonus,
+    )
+    records = []
+    for index, drafted in enumerate(draft.lengths):
+        flags = [] if draft.forced is None else draft.forced[index]
+        records.append(
+            RoundRecord(
+                drafted,
+                done.accepted[index],
+                done.emitted[index],
+                tuple(compress(range(drafted), flags)),
+                num_candidates[index],
+                tuple(accepted_ranks[index]),
+                is_bonus[index],
+            )
+        )
+    return records
 
 
 def _joined_reasons(first: str, second: str) -> str:

@@ -11,6 +11,7 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria, StopStringCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_specx.common.chats import chat_text, check_template_options, is_chat, token_ids
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.tokenizers import padded_rows
@@ -25,7 +26,7 @@ from .entry import bind_stop_strings, prepared_inputs
 from .reasons import adapts_rows, reasons_in_inputs, rope_limits, why_learned_prompt
 
 
-NO_PROMPT = "input_ids={} is no prompt; give a list of token ids, one or more, as tokenizers do."
+NO_PROMPT = "input_ids={} is no prompt; give a list of token ids, one or more, as tokenizers do, or of messages."
 MANY_TOKENS = 1 << 30  # a limit beyond any `min_new_tokens`, of which transformers would warn
 CONFIG_FIELDS = frozenset(vars(GenerationConfig()))
 OWN_FIELDS = ("max_new_tokens", "stop_strings", "logits_processor", "temperature", "top_p")  # of a request
@@ -40,7 +41,7 @@ class Request:
     """One prompt for `SpeculativeDecoding.generate_many`.
 
     Attributes:
-        input_ids: the prompt, [L] ints, without pads.
+        input_ids: the prompt, [L] ints, without pads; None where it is a chat.
         max_new_tokens: its own limit; None is that of the call.
         seed: its text is that of a batch of one under `seeds=[seed]`. None draws one from the default generator; under
             "token" and "block" the text then depends on how many candidates "auto" drafts, which follows the batch.
@@ -52,11 +53,15 @@ class Request:
             `generation_config`, which counts in place of all that the call says of generation; what the target reads
             beside tokens, as its processor gives it for one prompt (`pixel_values`, `input_features`). With tensors,
             or where it samples and the call does not, a request is decoded in a batch of its own.
+        messages: a chat in place of `input_ids`, each message with its role and content; the tokenizer puts it into
+            its template.
+        chat_template_kwargs: what the template reads besides messages, as {"enable_thinking": False} or {"tools":
+            [...]}.
         cancelled: asked before it begins and after each round; once it says yes the request ends as it is. The
             `is_set` of a `threading.Event` is one.
     """
 
-    input_ids: Sequence[int] | torch.Tensor
+    input_ids: Sequence[int] | torch.Tensor | None = None
     max_new_tokens: int | None = None
     seed: int | None = None
     stop_strings: str | list[str] | None = None
@@ -64,6 +69,8 @@ class Request:
     temperature: float | None = None
     top_p: float | None = None
     generate_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     cancelled: Callable[[], bool] | None = None
 
     def is_cancelled(self) -> bool:
@@ -211,7 +218,7 @@ class RequestPreparer:
         Raises:
             ValueError: if it cannot be served.
         """
-        prompt_ids = as_ids(request.input_ids)
+        prompt_ids = self.read_prompt(request)
         _check(request, prompt_ids)
         check_token_ids(self.model, prompt_ids, self.model.config.is_encoder_decoder)
         prompt_ids = prompt_ids.to(self.device, torch.int64)
@@ -250,6 +257,34 @@ class RequestPreparer:
             runs_alone=runs_alone,
         )
 
+    def check_kind(self, request: Request) -> None:
+        """Raise a ValueError if tokens are of another type, or a chat has no template."""
+        if request.messages is None:
+            as_ids(request.input_ids)
+            return
+        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        message = "a request is a chat, which needs a tokenizer with a chat template; give one by tokenizer=, or give "
+        require(has_template, f"{message}tokens.")
+
+    def read_prompt(self, request: Request) -> torch.Tensor:
+        """The prompt of a request, [L] ints; a chat in the tokenizer's template.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        self.check_kind(request)
+        messages, options = request.messages, request.chat_template_kwargs
+        check_template_options(options, f"chat_template_kwargs={brief(options)}")
+        if messages is None:
+            require(not options, f"chat_template_kwargs={brief(options)} is for messages; give them, or leave it out.")
+            return as_ids(request.input_ids)
+        require(
+            request.input_ids is None,
+            f"the request has input_ids={brief(request.input_ids)} and messages; leave one of them out.",
+        )
+        require(is_chat(messages), f"messages={brief(messages)} is no list of messages, each with role and content.")
+        return as_ids(token_ids(self.tokenizer, chat_text(self.tokenizer, messages, options)))
+
     def _prepare_batch_of_one(self, ids: torch.Tensor, options: dict[str, Any]) -> PreparedInputs:
         """As `_inputs_from_generate`, for ids [1, L] without pads."""
         if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
@@ -280,6 +315,13 @@ class RequestPreparer:
             for kind in (type(each).__name__ for each in self.options.get(name) or []):
                 message = f"{kind} may keep state, and all requests would share it; {remedy}, or set its attribute "
                 require(kind not in stateful, f"{message}stateless = True if it keeps none.")
+
+
+def as_request(prompt: Any) -> Request:
+    """A request, or what was given in place of one: the tokens of a prompt, or a chat."""
+    if isinstance(prompt, Request):
+        return prompt
+    return Request(messages=prompt) if is_chat(prompt) else Request(prompt)
 
 
 def _token_masks(processors: Sequence[Processor]) -> list[TokenMasks]:

@@ -114,19 +114,17 @@ class Run:
         call = self.call
         if not call.max_nodes:
             return None
-        round_size = tokens_of_a_round(call.prompt.model)
-        most = MOST_NODES if round_size is None else min(MOST_NODES, round_size - 1)
-        numbers = (
-            [number for number in COMPILED_NODES if number <= most] if call.strategy.compile else range(1, 1 + most)
-        )
-        nodes = call.max_nodes if isinstance(call.max_nodes, str) else min(call.max_nodes, most)
+        most = most_nodes(call)
+        numbers = COMPILED_NODES if call.strategy.compile else range(1, 1 + MOST_NODES)
+        nodes = call.max_nodes if isinstance(call.max_nodes, str) else most
         ranks = self.costs.rank_estimates.setdefault(call.verification, RankEstimate())
         chooses_depth = fixed_draft_tokens(call) is None  # else that number is the depth
-        return TreeShapes(nodes, self.round_timer, ranks, numbers, chooses_depth)
+        return TreeShapes(nodes, self.round_timer, ranks, [n for n in numbers if n <= most], chooses_depth)
 
     def _make_report(self) -> SpeculationReport:
         """The report of the call, with all counters at 0."""
         call, max_rollback = self.call, self.processors.max_rollback
+        tokenizer_match = call.drafter.tokenizer_match
         limit_reason = ""
         if max_rollback < self.max_draft_tokens:
             limit_reason = f"no row has more than {max_rollback} candidates: {self.processors.limited_by}"
@@ -138,7 +136,7 @@ class Run:
             limit_reason,
             costs=self.costs,
             max_history=None if call.queue is None else KEPT_ROUNDS,
-            other_tokenizer=call.drafter.tokenizer_match,
+            tokenizer_match=None if tokenizer_match is None else tokenizer_match._asdict(),
             tree_reason=call.tree_reason,
         )
 
@@ -186,10 +184,15 @@ class Run:
         return AutoDraftLength(round_timer, call.verification, self.batch, call.strategy.compile, most, **options)
 
     def _timer_of_auto(self) -> RoundTimer | None:
-        """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times."""
+        """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times.
+
+        It decides how many candidates there are, or how they branch.
+        """
         call = self.call
         is_fixed = call.draft_settings.num_draft_tokens is not None
-        if is_fixed or any(row.independent_lengths for row in self.batch.row_states):
+        chooses_tree = self.tree_shapes is not None and self.tree_shapes.nodes == "auto"
+        independent_lengths = any(row_state.independent_lengths for row_state in self.batch.row_states)
+        if independent_lengths or (is_fixed and not chooses_tree):
             return None
         # one round after the prompt's has hardly a candidate; other ranks and later requests may have longer texts
         is_long = self.stopping.max_new_tokens > 2 or call.synced_gpus or call.queue is not None
@@ -298,9 +301,9 @@ class Run:
             return
         batch, rows = self.batch, list(requests)
         if not requests.keys() <= set(batch.rows):  # some come in free places
-            previous_indices = batch.seat_rows(sorted({*batch.rows, *requests}))
-            self.target.seat_rows(batch, previous_indices)
-            self.drafter.seat_rows(batch, previous_indices)
+            previous_indices = batch.add_rows(requests)
+            self.target.add_rows(batch, previous_indices)
+            self.drafter.add_rows(batch, previous_indices)
         for row, request in requests.items():
             batch.admit(row, request_row(self.call, request, is_refill=True), request.input_ids)
         self.schedule.admit(batch, rows)
@@ -332,13 +335,20 @@ class Run:
     def output(self) -> Any:
         """What `generate` returns: the text [B, L + N], or an output with the report; a user's cache is filled."""
         prompt, columns = self.call.prompt, self.stopping.num_output_columns(self.batch)
-        text = self.batch.output(columns)
+        sequences = self.batch.output(columns)
         past = self.target.past_key_values(self.batch, columns) if prompt.returns_cache else None
         if getattr(prompt.past, "_is_user_defined", False):  # it was read alone before
             past = write_user_cache(prompt.past, past)
         if self.outputs is None:
-            return text
-        return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, self.report)
+            return sequences
+        return self.outputs.finish(sequences, columns, past, prompt.model.config.is_encoder_decoder, self.report)
+
+
+def most_nodes(call: Call) -> int:
+    """The most candidates of a row in a round of a call where they may branch; 0 where they may not."""
+    round_size = tokens_of_a_round(call.prompt.model)
+    most = call.max_nodes if isinstance(call.max_nodes, int) else MOST_NODES
+    return most if round_size is None else min(most, round_size - 1)
 
 
 def max_draft_tokens(call: Call) -> int:
@@ -391,9 +401,8 @@ def make_batch(call: Call) -> Batch:
     else:
         row_states = [request_row(call, request) for request in call.queue.batch_requests]
     pad_token_id = 0 if pad is None else int(pad)
-    return Batch(
-        prompt.input_ids, mask, pad_token_id, call.layout.lockstep, row_states, takes_trees=bool(call.max_nodes)
-    )
+    max_nodes = most_nodes(call)
+    return Batch(prompt.input_ids, mask, pad_token_id, call.layout.lockstep, row_states, max_nodes=max_nodes)
 
 
 def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -> RowState:

@@ -176,7 +176,7 @@ class SpeculativeDecoding(NoModel):
     def generate_many(
         self,
         model: PreTrainedModel,
-        requests: Iterable[Request | Sequence[int] | torch.Tensor | None],
+        requests: Iterable[Request | Sequence[int] | Sequence[dict[str, Any]] | torch.Tensor | None],
         *,
         batch_size: int = 8,
         ordered: bool = False,
@@ -191,9 +191,9 @@ class SpeculativeDecoding(NoModel):
 
         Args:
             model: the target. In the ragged layout rows are filled again; others take whole batches.
-            requests: lists of token ids without pads, or `Request`; taken one by one as places become free. A None
-                says that there is nothing yet: rows go on, and it is asked again after the next round. Where no row
-                goes on it is asked at once, and may wait.
+            requests: lists of token ids without pads, chats as lists of messages (for the tokenizer's template), or
+                `Request`; taken one by one as places become free. A None says that there is nothing yet: rows go on,
+                and it is asked again after the next round. Where no row goes on it is asked at once, and may wait.
             ordered: whether completions come in the order of the requests, rather than as they are done.
             logprobs: whether completions carry log-probabilities of their tokens.
             stream: whether tokens come as soon as they are there, as `Piece`; those of a request that is decoded in a

@@ -59,7 +59,11 @@ QUEUE_MODULES = (  # of `generate_many`
     Module("engine", "requests"),
     Module("sampling", "per_request"),
 )
-ONLY_INSTALLED = (*QUEUE_MODULES, Module("sampling", "thinking"))  # which users import from the package
+ONLY_INSTALLED = (  # what users import from the package, or a queue needs
+    *QUEUE_MODULES,
+    Module("common", "chats"),
+    Module("sampling", "thinking"),
+)
 
 
 def kind_of_draft(folder: Path) -> str:

@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.bench.inputs import Inputs, emitted, encode
+from hf_specx.common.chats import token_ids
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.drafting.costs import Costs
 from hf_specx.engine.reasons import DOES_NOT_PAY
 from hf_specx.engine.report import PLAINLY
 from hf_specx.engine.strategy import SpeculativeDecoding
-from hf_specx.pairs.complete import token_ids
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .equality import Reference, StepScores, Text, measure_rounding

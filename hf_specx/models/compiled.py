@@ -226,7 +226,7 @@ class CompiledRunner(RaggedRunner):
 
     def drop_rows(self, keep_indices: torch.Tensor) -> None:
         self._gather_inputs(keep_indices)
-        if len(keep_indices) > len(self.buffers[0][0]):  # where rows come: see `seat_rows`
+        if len(keep_indices) > len(self.buffers[0][0]):  # where rows come: see `add_rows`
             self._resize(row_bucket(len(keep_indices)), self.capacity)
         copy_buffers(self.buffers, self.buffers, keep_indices.to(self.device))
         self.row_tensors = {}

@@ -70,9 +70,9 @@ class LockstepRunner(TransformersCacheRunner):
         counts = done.batch.counts
         if done.finished and len(done.rows) == len(counts) and len(set(counts)) == 1:
             return  # the cache itself is handed over
-        text = self_attention(self.cache)
-        has_keys_only = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in text.layers)
-        if type(text) is DynamicCache and has_keys_only and has_columns(text):
+        text_cache = self_attention(self.cache)
+        has_keys_only = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in text_cache.layers)
+        if type(text_cache) is DynamicCache and has_keys_only and has_columns(text_cache):
             super()._save_keys_values(done)
 
     def row_keys_values(self, index: int, row: int) -> Iterator[KeysValues]:

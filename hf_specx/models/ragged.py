@@ -156,21 +156,14 @@ class RaggedRunner(ModelRunner):
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, logits_to_keep: int) -> torch.Tensor:
         count, counts = tokens.shape[1], [batch.counts[row] for row in batch.rows]
         emitted_index = batch.columns(ahead - count, count) - batch.width  # [R, q], 0 for a row's first emitted token
-        is_aligned = len(set(counts)) == 1
-        num_missing = self.num_missing_tokens(batch)
-        num_emitted = count - ahead  # of the tokens that are fed; the others are candidates
-        if num_emitted > 1 and num_emitted > min(num_missing):
-            # a row that lacks fewer is fed its first missing token several times, and none before it: a sliding window
-            # may have lost what those attended to
-            num_present = [num_emitted - number for number in num_missing]
-            first_missing = to_device_async(num_present, emitted_index.device)[:, None]
-            index = torch.arange(count, device=emitted_index.device).maximum(first_missing)
-            emitted_index, tokens, is_aligned = emitted_index.gather(1, index), tokens.gather(1, index), False
-        slots, kv_length = (self.width + emitted_index).to(self.device), self.width + max(counts) + ahead
-        ring = self.masks.longest_window + count + ahead
-        if 0 < self.cache.slots.ring < ring:
-            self._enlarge_rings(ring, slots[:, :1] - 1)
-        self.cache.slots.set_write_slots(None if is_aligned else slots, kv_length - count, kv_length)
+        first_missing = self._first_missing(batch, count - ahead)
+        is_aligned = first_missing is None and len(set(counts)) == 1  # then all rows write the same slots
+        if first_missing is not None:
+            index = torch.arange(count, device=tokens.device).maximum(first_missing)
+            emitted_index, tokens = emitted_index.gather(1, index), tokens.gather(1, index)
+        slots = (self.width + emitted_index).to(self.device)
+        kv_length = self.width + max(counts) + ahead
+        self._set_write_slots(slots, kv_length, ahead, is_aligned)
         inputs = self._row_inputs(count) if self.per_row_inputs else {}
         tree = self._tree_attention(batch, count, ahead)
         if tree is not None:  # positions follow from depths
@@ -182,6 +175,26 @@ class RaggedRunner(ModelRunner):
         mask = self._mask(batch, slots, kv_length, is_aligned, tree)
         with contextlib.nullcontext() if mask is None else grouped_queries():
             return self._logits(tokens.to(self.device), logits_to_keep, attention_mask=mask, **inputs)
+
+    def _first_missing(self, batch: Batch, num_emitted: int) -> torch.Tensor | None:
+        """[R, 1], which of the last `num_emitted` emitted tokens is the first that a row lacks; None if all lack all.
+
+        A row that lacks fewer is fed that one several times, and none before it: a sliding window may have lost what
+        those attended to.
+        """
+        num_missing = self.num_missing_tokens(batch)
+        if num_emitted <= 1 or num_emitted <= min(num_missing):
+            return None
+        num_present = [num_emitted - number for number in num_missing]
+        return to_device_async(num_present, batch.ids.device)[:, None]
+
+    def _set_write_slots(self, slots: torch.Tensor, kv_length: int, ahead: int, is_aligned: bool) -> None:
+        """Have the forward write to `slots` [R, q], the last of `kv_length`; in rings behind a whole window."""
+        count = slots.shape[1]
+        ring = self.masks.longest_window + count + ahead
+        if 0 < self.cache.slots.ring < ring:
+            self._enlarge_rings(ring, slots[:, :1] - 1)
+        self.cache.slots.set_write_slots(None if is_aligned else slots, kv_length - count, kv_length)
 
     def _tree_attention(self, batch: Batch, count: int, ahead: int) -> TreeAttention | None:
         """That of the last `count` nodes of a tree, where the first `ahead` candidates are fed; None in a chain."""
@@ -263,7 +276,7 @@ class RaggedRunner(ModelRunner):
         self._note_prompts(refills, rows, index)
         self.prompt_hidden, self.prompt_logits = refills.prompt_hidden, refills.prompt_logits
         self.has_all_prompt_logits = rows == list(range(len(batch.counts)))
-        self.cache.slots.limit = self.width + max(row.limit for row in batch.row_states) + MARGIN
+        self.cache.slots.limit = self.width + max(row_state.limit for row_state in batch.row_states) + MARGIN
         self.cache.write_rows(refills.cache, [batch.rows.index(row) for row in rows], self.width - width, self.width)
         self.pads = self.pads.index_copy(0, index, refills.pads + self.width - width)
         for row, pads in zip(rows, refills.pad_counts, strict=True):
@@ -274,7 +287,7 @@ class RaggedRunner(ModelRunner):
         if self.first_position is not None and refills.first_position is not None:
             self.first_position = self.first_position.index_copy(-2, index, refills.first_position)
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         more = len(batch.counts) - len(self.pad_counts)
         if more:
             self.num_computed_tokens += [0] * more

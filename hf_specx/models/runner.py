@@ -202,13 +202,13 @@ class ModelRunner:
         else:
             self.width = getattr(config, "_mask_length", ids.shape[1])
         self.num_rows = rows
-        self.pads = torch.zeros(rows, dtype=torch.int64, device=ids.device)
+        self.pads, self.pad_counts = torch.zeros(rows, dtype=torch.int64, device=ids.device), [0] * rows
         if mask is not None and self.model.config.model_type not in UNMASKED_STEPS:
             is_token = mask.bool().to(ids.device)
             self.pads = is_token.int().argmax(-1)
             gaps = ~is_token & (is_token.cumsum(-1) > 0)
-            self.gaps = gaps if gaps.any() else None
-        self.pad_counts: list[int] = self.pads.tolist()
+            *self.pad_counts, has_gaps = torch.cat([self.pads, gaps.any()[None]]).tolist()  # one wait for both
+            self.gaps = gaps if has_gaps else None
         if positions is not None:
             # [..., B, 1], that of the first emitted token, in as many dimensions as the model's positions have
             first = positions[..., -1:].to(ids.device) + 1
@@ -224,10 +224,10 @@ class ModelRunner:
         """Compute the prompts of refills: of rows that have just replaced others, and have emitted nothing yet."""
         raise NotImplementedError
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
-        """Have the decoding rows of a batch, of which some are free until `admit`.
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        """Make room for the rows that decode from now on; some have no prompts until `admit`.
 
-        `previous_indices` [R'] is what `Batch.seat_rows` returned.
+        `previous_indices` [R'] is what `Batch.add_rows` returned.
         """
         raise NotImplementedError
 

@@ -293,8 +293,8 @@ def as_transformers_cache(runner: ModelRunner) -> Cache:
     """A copy of what a runner's cache holds of the prompts, as a cache of transformers' own."""
     if runner.lockstep:
         return copy.deepcopy(runner.cache)
-    text: Any = self_attention(runner.cache)
-    cross_attention = [] if text is runner.cache else keys_values_of(runner.cache.cross_attention_cache)
+    text_cache: Any = self_attention(runner.cache)
+    cross_attention = [] if text_cache is runner.cache else keys_values_of(runner.cache.cross_attention_cache)
     cache = DynamicCache(config=runner.model.config.get_text_config(decoder=True))
     if isinstance(runner, PackedRunner):
         columns = [runner.row_keys_values(row, row) for row in range(len(runner.prompt.input_ids))]
@@ -302,7 +302,7 @@ def as_transformers_cache(runner: ModelRunner) -> Cache:
             keys, values = map(torch.stack, zip(*layer_of_rows, strict=True))
             cache.update(keys, values, number)
         return cache
-    for number, layer in enumerate(text.layers):
+    for number, layer in enumerate(text_cache.layers):
         if layer.is_initialized:  # else it shares the keys of another
             keys, values = layer.in_text_order()
             lacking = runner.width - keys.shape[2]  # what a window has lost nobody sees

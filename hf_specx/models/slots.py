@@ -121,10 +121,10 @@ def gather_cache_rows(cache: Cache, rows: torch.Tensor) -> None:
 
 def has_columns(cache: Cache) -> bool:
     """Whether a cache is empty, or each of its layers has the keys and values of all tokens."""
-    text = self_attention(cache)
-    keys = [getattr(layer, "keys", None) for layer in text.layers]
+    text_cache = self_attention(cache)
+    keys = [getattr(layer, "keys", None) for layer in text_cache.layers]
     lengths = {None if x is None else x.shape[2] for x in keys}
-    return lengths <= {None} or lengths == {text.get_seq_length()}
+    return lengths <= {None} or lengths == {text_cache.get_seq_length()}
 
 
 def num_cached_tokens(cache: Cache) -> int:
@@ -172,16 +172,16 @@ def with_slots(cache: Cache, slot_cache: SlotCache) -> Cache:
     Raises:
         ValueError: if a layer has dropped columns (a full sliding window), or keeps more than keys and values.
     """
-    text = self_attention(cache)
+    text_cache = self_attention(cache)
     require(
-        has_columns(text),
-        f"{CACHE} is a {type(text).__name__} without the keys of all its tokens; pass the whole text as input_ids, "
-        "and leave it out.",
+        has_columns(text_cache),
+        f"{CACHE} is a {type(text_cache).__name__} without the keys of all its tokens; pass the whole text as "
+        "input_ids, and leave it out.",
     )
-    if text.get_seq_length():
-        for number, (keys, values) in enumerate(keys_values_of(text)):
+    if text_cache.get_seq_length():
+        for number, (keys, values) in enumerate(keys_values_of(text_cache)):
             slot_cache.update(keys, values, number)
-    if text is cache:
+    if text_cache is cache:
         return slot_cache
     return EncoderDecoderCache(slot_cache, own_copy(cache).cross_attention_cache)
 

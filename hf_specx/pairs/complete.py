@@ -9,6 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hf_specx.common.chats import chat_text, check_template_options, is_chat, token_ids
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Round
 from hf_specx.engine.check_inputs import MAX_SEED
@@ -20,7 +21,6 @@ from hf_specx.engine.requests import Request
 from .fingerprint import arguments_of
 from .results_file import PROMPT_KEYS, CompletedText, NumberedText, fields_of_line, open_results
 from .shares import gathered, processes
-from .template_options import check_template_options
 
 
 EMPTY = "has no tokens: it is empty, or it is no valid Unicode"
@@ -95,9 +95,9 @@ def _check_texts(texts: Any) -> None:
     """Raise ValueError unless these are several prompts; each of a list is looked at."""
     prompts = texts if isinstance(texts, list) else []
     is_several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
-    is_chat = any(isinstance(prompt, dict) and {"role", "content"} <= prompt.keys() for prompt in prompts)
+    is_message = any(isinstance(prompt, dict) and {"role", "content"} <= prompt.keys() for prompt in prompts)
     message = f"texts={brief(texts)} is no list of texts, or of lists of messages; put a single prompt into a list."
-    require(is_several and not is_chat, message)
+    require(is_several and not is_message, message)
     for index, prompt in enumerate(prompts):
         _check_prompt(index, prompt)
 
@@ -111,9 +111,8 @@ def _check_prompt(index: int, prompt: Any) -> tuple[Any, dict[str, Any]]:
         others = {name: value for name, value in prompt.items() if name != key}
         fields = fields_of_line(others, f"prompt {index}")
         prompt = prompt[key]
-    is_chat = isinstance(prompt, list | tuple) and prompt and all(isinstance(turn, dict) for turn in prompt)
     message = f"prompt {index} is of type {type(prompt).__name__}; give strings, or lists of messages."
-    require(isinstance(prompt, str) or bool(is_chat), message)
+    require(isinstance(prompt, str) or is_chat(prompt), message)
     return prompt, fields
 
 
@@ -126,32 +125,6 @@ def _numbered(
         text = prompt if isinstance(prompt, str) else chat_text(tokenizer, prompt, template_options)
         for copy in range(count):
             yield NumberedText(index * count + copy, text, fields)
-
-
-def chat_text(
-    tokenizer: Any, messages: Sequence[dict[str, Any]], template_options: dict[str, Any] | None = None
-) -> str:
-    """The text of a chat in the tokenizer's template, up to where the answer begins.
-
-    `template_options` are what the template reads besides the messages.
-    """
-    message = "a prompt is a list of messages, and the tokenizer has no chat template; give the text itself."
-    require(bool(getattr(tokenizer, "chat_template", None)), message)
-    options = {**(template_options or {}), "tokenize": False, "add_generation_prompt": True}
-    text = str(tokenizer.apply_chat_template(list(messages), **options))
-    adds_bos = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-    if tokenizer.bos_token is None or not adds_bos:
-        return text
-    return text.removeprefix(tokenizer.bos_token)  # which the template may have added too
-
-
-def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of a text; [] also where it is no valid Unicode (JSON may hold a lone surrogate)."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return []
-    return list(tokenizer(text)["input_ids"])
 
 
 def _to_list(completer: "Completer", prompts: list[NumberedText]) -> list[str]:

@@ -18,6 +18,7 @@ from hf_specx.common.wrappers import shallow, unwrapped
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.drafter import check_number
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
+from hf_specx.drafting.forward_times import ForwardTimes
 from hf_specx.drafting.heads.mtp import MtpDraft
 from hf_specx.drafting.schedule import explicit_draft_settings
 from hf_specx.drafting.suffix import SuffixDraft
@@ -48,7 +49,7 @@ LOADER_OPTIONS: tuple[str, ...] = ("revision", "token", "cache_dir", "force_down
 LOADER_OPTIONS += ("proxies", "repo_type", "trust_remote_code")
 EXIT_DRAFTS: dict[int, EarlyExitDraft] = {}  # so that each remembers times and compiled forwards from call to call
 # how long forwards take, by draft, and by what else they depend on; an attribute of the draft would change its traits
-TIMES: WeakKeyDictionary[Any, dict[str, dict[int, dict[str, Any]]]] = WeakKeyDictionary()
+TIMES: WeakKeyDictionary[Any, dict[str, dict[int, ForwardTimes]]] = WeakKeyDictionary()
 
 
 def generate(
@@ -147,7 +148,7 @@ def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft 
 
 
 @contextmanager
-def remembered_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Iterator[dict[int, dict[str, Any]]]:
+def remembered_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Iterator[dict[int, ForwardTimes]]:
     """A context with the forward times of earlier calls with the draft, by batch size; this call's are added to them.
 
     They hold for targets of one class, size and dtype on one kind of device.

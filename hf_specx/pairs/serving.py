@@ -20,33 +20,35 @@ from transformers.cli.serving.utils import DirectStreamer, GenerateManager, Gene
 
 from hf_specx.common.errors import require
 from hf_specx.engine.check_inputs import MAX_SEED
-from hf_specx.engine.requests import Completion, Piece, Request
+from hf_specx.engine.entry import setting
+from hf_specx.engine.requests import CancelCriteria, Completion, Piece, Request
 
 
 TEXT_INPUTS = {"input_ids", "attention_mask"}
-OF_BODY = ("seed", "response_format")  # fields that transformers' handlers do not put into a generation config
-BODY = "fields_of_body"  # where a generation config carries them
-COMPACT = {"x-guidance": {"whitespace_flexible": False}}  # small models go on with blanks for ever
-MOST_GRAMMARS = 64  # that are kept
+MAKES_ROWS = ("num_beams", "num_return_sequences")
+BODY_FIELDS = ("seed", "response_format")  # which transformers' handlers do not put into a generation config
+BODY_FIELDS_ATTRIBUTE = "body_fields"  # of a generation config, which carries them
+COMPACT_JSON = {"x-guidance": {"whitespace_flexible": False}}  # small models go on with blanks for ever
+MAX_GRAMMARS = 64  # that are kept
 NO_FORMAT = "give {'type': 'json_schema', 'json_schema': {'schema': ...}}, 'json_object' or 'text'."
 
 
-class Job(NamedTuple):
+class ClientRequest(NamedTuple):
     """A request that a client waits for.
 
     Attributes:
-        tell: called with each piece of its text, or with the error that ended it.
-        left: set when its client has gone; the row of the request then ends.
+        deliver: called with each piece of its text, or with the error that ended it.
+        client_left: set once its client has disconnected; the row of the request then ends.
     """
 
     request: Request
-    tell: Callable[[Piece | Exception], None]
-    left: threading.Event
+    deliver: Callable[[Piece | Exception], None]
+    client_left: threading.Event
 
-    def fail(self, error: Exception) -> None:
-        """Tell the client of an error, if it can still be told."""
+    def deliver_error(self, error: Exception) -> None:
+        """Have the client get an error, if it is still there."""
         with suppress(RuntimeError):  # of an event loop that has ended
-            self.tell(error)
+            self.deliver(error)
 
 
 class CancelStreamer(DirectStreamer):
@@ -54,10 +56,10 @@ class CancelStreamer(DirectStreamer):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.left = threading.Event()
+        self.client_left = threading.Event()
 
     def cancel(self) -> None:
-        self.left.set()
+        self.client_left.set()
 
 
 class QueueManager(GenerateManager):
@@ -77,9 +79,9 @@ class QueueManager(GenerateManager):
         self.strategy = pair.strategy_for({})
         self.attached = pair.strategy_for({}).attached(pair.target)
         self.attached.__enter__()
-        self.waiting: SimpleQueue[Job | None] = SimpleQueue()
+        self.waiting: SimpleQueue[ClientRequest | None] = SimpleQueue()
         self.grammars: dict[str, Any] = {}  # by their schemas; requests use copies
-        self.running: dict[int, Job] = {}  # by the number of the request in this `generate_many`
+        self.running: dict[int, ClientRequest] = {}  # by the number of the request in this `generate_many`
         self.is_stopped = False
         pieces = self._pieces()  # raises for what no request could have
         self.decoding = threading.Thread(target=self._decode, args=(pieces,), name="specx", daemon=True)
@@ -88,37 +90,45 @@ class QueueManager(GenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue, DirectStreamer]:
-        """What a client's text is put on, and its streamer."""
-        seed, grammar = self._fields(gen_config)
-        if not self._takes(inputs, gen_config):
-            inputs = {**inputs, "logits_processor": grammar}
+        """The queue that gets a client's text, bit by bit, and the streamer that fills it."""
+        seed, grammar = self._pop_body_fields(gen_config)
+        if not _is_single_text(model, inputs, gen_config):
+            inputs = {**inputs, **self._generate_options(model, gen_config, seed, grammar)}
             return super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
-        loop, parts = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        loop, text_queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
-        streamer = CancelStreamer(tokenizer, loop, parts, response_parser=response_parser)
+        streamer = CancelStreamer(tokenizer, loop, text_queue, response_parser=response_parser)
         streamer.put(inputs["input_ids"])  # which it leaves out
 
-        def tell(news: Piece | Exception) -> None:
-            error = _error_of(news)
-            if error or isinstance(news, Exception):
-                loop.call_soon_threadsafe(parts.put_nowait, _StreamError(error))
+        def deliver(piece: Piece | Exception) -> None:
+            error = _error_of(piece)
+            if error or isinstance(piece, Exception):
+                loop.call_soon_threadsafe(text_queue.put_nowait, _StreamError(error))
                 return
-            streamer.put(torch.tensor(news.tokens, dtype=torch.int64, device="cpu"))
-            if news.finished:
+            streamer.put(torch.tensor(piece.tokens, dtype=torch.int64, device="cpu"))
+            if piece.finished:
                 streamer.end()
 
-        self._put(inputs, gen_config, seed, grammar, streamer.left, tell)
-        return parts, streamer
+        self._enqueue(inputs, gen_config, seed, grammar, streamer.client_left, deliver)
+        return text_queue, streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> tuple[str, int, Any]:
-        """A text, the length of its prompt, and its tokens [n]."""
-        seed, grammar = self._fields(gen_config)
-        if not self._takes(inputs, gen_config):
-            inputs = {**inputs, "logits_processor": grammar}
-            return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
-        loop, left = asyncio.get_running_loop(), threading.Event()
+        """A text, the length of its prompt, and its tokens [n]; where this is cancelled, no more is decoded."""
+        seed, grammar = self._pop_body_fields(gen_config)
+        client_left = threading.Event()
+        if not _is_single_text(model, inputs, gen_config):
+            inputs = {**inputs, **self._generate_options(model, gen_config, seed, grammar)}
+            inputs["stopping_criteria"] = [CancelCriteria(client_left.is_set)]
+            answer = super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+            answering = asyncio.ensure_future(answer)
+            answering.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody may ask for
+            try:
+                return await asyncio.shield(answering)  # which its thread brings to an end in any case
+            finally:
+                client_left.set()
+        loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
 
         def settle(result: Completion | Exception) -> None:
@@ -129,52 +139,73 @@ class QueueManager(GenerateManager):
             else:
                 future.set_result(result)
 
-        def tell(news: Piece | Exception) -> None:
-            result = news if isinstance(news, Exception) else news.finished
+        def deliver(piece: Piece | Exception) -> None:
+            result = piece if isinstance(piece, Exception) else piece.finished
             if result is not None:
                 loop.call_soon_threadsafe(settle, result)
 
-        self._put(inputs, gen_config, seed, grammar, left, tell)
+        self._enqueue(inputs, gen_config, seed, grammar, client_left, deliver)
         try:
-            done = await future
+            completion = await future
         finally:
-            left.set()
-        require(done.tokens is not None, _error_of(Piece(done.index, [], done)))
-        tokens = torch.tensor(done.tokens, dtype=torch.int64, device="cpu")
+            client_left.set()
+        require(completion.tokens is not None, _error_of(Piece(completion.index, [], completion)))
+        tokens = torch.tensor(completion.tokens, dtype=torch.int64, device="cpu")
         return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], tokens
 
     def stop(self) -> None:
-        """End once what was asked for is done."""
+        """Wait until all that was asked for is decoded, and leave the target as it was."""
         self.is_stopped = True
         self.waiting.put(None)
+        self.decoding.join()
         self.attached.__exit__(None, None, None)
 
-    def _takes(self, inputs: Any, config: Any) -> bool:
-        """Whether a request is one row of text."""
-        return set(inputs) <= TEXT_INPUTS and len(inputs["input_ids"]) == 1 and config.num_beams in (None, 1)
-
-    def _put(
+    def _enqueue(
         self,
         inputs: Any,
         config: Any,
         seed: int | None,
         grammar: list[Any] | None,
-        left: threading.Event,
-        tell: Callable[[Piece | Exception], None],
+        client_left: threading.Event,
+        deliver: Callable[[Piece | Exception], None],
     ) -> None:
-        """Have a request decoded, until it has `left`."""
+        """Have a request decoded, until its client has left."""
         request = Request(
             inputs["input_ids"][0].tolist(),
-            seed=self.seeds.randrange(MAX_SEED) if seed is None else seed,
+            seed=self._seed_or_next(seed),
             logits_processor=grammar,
             generate_kwargs={"generation_config": config},
-            cancelled=left.is_set,
+            cancelled=client_left.is_set,
         )
-        self.waiting.put(Job(request, tell, left))
+        self.waiting.put(ClientRequest(request, deliver, client_left))
 
-    def _fields(self, config: Any) -> tuple[int | None, list[Any] | None]:
+    def _seed_or_next(self, seed: int | None) -> int:
+        """The seed of a request: its own, or the next one."""
+        return self.seeds.randrange(MAX_SEED) if seed is None else seed
+
+    def _generate_options(
+        self, model: Any, config: Any, seed: int | None, grammar: list[Any] | None
+    ) -> dict[str, Any]:
+        """Arguments of `generate` for a request that is decoded alone.
+
+        Raises:
+            ValueError: for a seed of a text that has several sampled rows, as beams are.
+        """
+        options: dict[str, Any] = {"logits_processor": grammar}
+        values = {name: setting(name, model, {"generation_config": config}) for name in (*MAKES_ROWS, "do_sample")}
+        if all(values[name] in (None, 1) for name in MAKES_ROWS):
+            return options | {"seeds": [self._seed_or_next(seed)]}
+        shown = ", ".join(f"{name}={value}" for name, value in values.items() if value not in (None, 1, True))
+        require(
+            seed is None or not values["do_sample"],
+            f"seed={seed} with {shown}: rows of one request are sampled by the generator of the whole server, which "
+            "no request may seed; leave the seed out, or ask for one row.",
+        )
+        return options
+
+    def _pop_body_fields(self, config: Any) -> tuple[int | None, list[Any] | None]:
         """The seed and the grammar that a config carries; it has them no longer."""
-        fields = vars(config).pop(BODY, {})
+        fields = vars(config).pop(BODY_FIELDS_ATTRIBUTE, {})
         return fields.get("seed"), self._grammar(fields.get("response_format") or {"type": "text"})
 
     def _grammar(self, response_format: dict[str, Any]) -> list[Any] | None:
@@ -187,9 +218,9 @@ class QueueManager(GenerateManager):
             schema = (response_format.get("json_schema") or {}).get("schema")
         is_known = kind in ("json_schema", "json_object") and isinstance(schema, dict)
         require(is_known, f"response_format={response_format} is unknown; {NO_FORMAT}")
-        key = json.dumps(COMPACT | schema)
+        key = json.dumps(COMPACT_JSON | schema)
         if key not in self.grammars:
-            if len(self.grammars) == MOST_GRAMMARS:
+            if len(self.grammars) == MAX_GRAMMARS:
                 self.grammars.clear()
             self.grammars[key] = self._make_grammar(key)
         return [copy(self.grammars[key])]  # it is used up by its text
@@ -211,14 +242,14 @@ class QueueManager(GenerateManager):
         for number in itertools.count():
             while True:
                 try:
-                    job = self.waiting.get(block=not self.running)
+                    asked = self.waiting.get(block=not self.running)
                     break
                 except Empty:
                     yield None
-            if job is None:
+            if asked is None:
                 return
-            self.running[number] = job
-            yield job.request
+            self.running[number] = asked
+            yield asked.request
 
     def _pieces(self) -> Iterator[Piece]:
         """Pieces of all requests from now on; greedy ones are rows of a call that samples."""
@@ -227,28 +258,34 @@ class QueueManager(GenerateManager):
         return pieces
 
     def _decode(self, pieces: Iterator[Piece]) -> None:
-        """Decode until the manager is stopped; after an error, of which all that run are told, with the next ones."""
+        """Decode until the manager is stopped; after an error, which all that run get, with the next ones."""
         while not self.is_stopped:
             try:
                 for piece in pieces:
-                    job = self.running.pop(piece.index) if piece.finished else self.running[piece.index]
+                    asked = self.running.pop(piece.index) if piece.finished else self.running[piece.index]
                     try:
-                        job.tell(piece)
+                        asked.deliver(piece)
                     except Exception as error:  # of a parser that cannot read this text, or a loop that has ended
-                        job.left.set()
-                        job.fail(error)
+                        asked.client_left.set()
+                        asked.deliver_error(error)
             except Exception as error:
-                for job in self.running.values():
-                    job.fail(error)
+                for asked in self.running.values():
+                    asked.deliver_error(error)
                 self.running.clear()
                 pieces = self._pieces()
 
 
-def _error_of(news: Piece | Exception) -> str:
+def _is_single_text(model: Any, inputs: Any, config: Any) -> bool:
+    """Whether a request is one row of text, which can share a batch."""
+    has_beams = setting("num_beams", model, {"generation_config": config}) not in (None, 1)
+    return set(inputs) <= TEXT_INPUTS and len(inputs["input_ids"]) == 1 and not has_beams
+
+
+def _error_of(piece: Piece | Exception) -> str:
     """What went wrong, as far as it is known; empty if nothing did."""
-    if isinstance(news, Exception):
-        return str(news)
-    error = None if news.finished is None else news.finished.error
+    if isinstance(piece, Exception):
+        return str(piece)
+    error = None if piece.finished is None else piece.finished.error
     return "" if error is None else error.partition(": ")[2]  # without the number of the request
 
 
@@ -267,10 +304,48 @@ class PairState(GenerationState):
         super().shutdown()
 
 
-class FieldsOfBody:
-    """What a handler of transformers also takes from the body of a request: see `OF_BODY`."""
+class WithBodyFields:
+    """What a handler of transformers also takes from the body of a request: see `BODY_FIELDS`."""
 
     def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        config = super()._build_generation_config(body, *args, **kwargs)  # type: ignore[misc]
-        setattr(config, BODY, {name: body[name] for name in OF_BODY if body.get(name) is not None})
+        others = {name: value for name, value in body.items() if name != "seed"}  # it would seed the whole process
+        config = super()._build_generation_config(others, *args, **kwargs)  # type: ignore[misc]
+        fields = {name: body[name] for name in BODY_FIELDS if body.get(name) is not None}
+        setattr(config, BODY_FIELDS_ATTRIBUTE, fields)
         return config
+
+
+class CancelOnDisconnect:
+    """ASGI middleware: cancels what answers a request, streamed or not, once its client has disconnected."""
+
+    def __init__(self, app: Any):
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        messages, is_answered = asyncio.Queue[Any](), False
+
+        async def send_and_note_end(message: Any) -> None:
+            nonlocal is_answered
+            is_answered |= message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        async def watch_client() -> None:
+            message: Any = {}
+            while message.get("type") != "http.disconnect":  # which also comes after the answer
+                message = await receive()
+                messages.put_nowait(message)
+            if not is_answered:
+                answering.cancel()
+
+        answering = asyncio.ensure_future(self.app(scope, messages.get, send_and_note_end))
+        watching = asyncio.ensure_future(watch_client())
+        try:
+            await answering
+        except asyncio.CancelledError:
+            if not watching.done():  # the server itself ends
+                raise
+        finally:
+            watching.cancel()

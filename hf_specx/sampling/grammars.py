@@ -199,9 +199,9 @@ class PrefixFunction:
         masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool, device="cpu")
         for number, row in enumerate(rows):
             emitted = self.emitted[row]
-            text = torch.cat([self.prompts[row], to_device_async(emitted, self.prompts.device, torch.int64)])
+            input_ids = torch.cat([self.prompts[row], to_device_async(emitted, self.prompts.device, torch.int64)])
             try:
-                allowed = self.function(row // self.rows_of_prompt, text)
+                allowed = self.function(row // self.rows_of_prompt, input_ids)
                 if not len(allowed):
                     raise ValueError(
                         f"prefix_allowed_tokens_fn allows no token in row {row} after {len(emitted)} new ones; it "

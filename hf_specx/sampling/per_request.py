@@ -193,20 +193,25 @@ class RequestProcessors(Processors):
         self.plan: GroupingPlan | None = None
 
     @property
+    def of_rows(self) -> list[RowProcessors]:
+        """The processors of each row that is in the batch now."""
+        return [row_state.processors for row_state in self.row_states]
+
+    @property
     def max_rollback(self) -> int:  # type: ignore[override]
-        """The least of the rows that are in the batch now."""
-        return min(self.limit[0], *(state.processors.max_rollback for state in self.row_states))
+        """The least of all rows."""
+        return min(self.limit[0], *(processors.max_rollback for processors in self.of_rows))
 
     @property
     def limited_by(self) -> str:  # type: ignore[override]
         """What has the least `max_rollback`, as in `Processors`."""
-        limits = [(state.processors.max_rollback, state.processors.limited_by) for state in self.row_states]
+        limits = [(processors.max_rollback, processors.limited_by) for processors in self.of_rows]
         return min(self.limit, *limits)[1]
 
     @property
     def mask_size(self) -> int:  # type: ignore[override]
-        """The largest of the rows that are in the batch now."""
-        return max(state.processors.mask_size for state in self.row_states)
+        """The largest of all rows."""
+        return max(processors.mask_size for processors in self.of_rows)
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         self.prefix_errors.clear()
@@ -298,10 +303,10 @@ class RequestProcessors(Processors):
 def make_plan(batch: Batch) -> GroupingPlan:
     """The stages in which the processors of the decoding rows of a batch are called."""
     row_states = [batch.row_states[row] for row in batch.rows]
-    before_warpers = [range(state.processors.num_before_warpers) for state in row_states]
+    before_warpers = [range(row_state.processors.num_before_warpers) for row_state in row_states]
     warpers = []
-    for state in row_states:
-        warpers.append(range(state.processors.num_before_warpers, len(state.processors.applied)))
+    for row_state in row_states:
+        warpers.append(range(row_state.processors.num_before_warpers, len(row_state.processors.applied)))
     stages = []
     for part in (before_warpers, warpers):
         for number in range(max(map(len, part))):
@@ -313,11 +318,11 @@ def make_plan(batch: Batch) -> GroupingPlan:
 def _stage(batch: Batch, row_states: list[RowState], numbers: list[int | None]) -> Stage:
     """The stage that has of each row the processor with its number [R] in the row's list; None for no processor."""
     indices_by_settings: dict[Hashable, list[int]] = {}  # row indices
-    for index, (state, number) in enumerate(zip(row_states, numbers, strict=True)):
+    for index, (row_state, number) in enumerate(zip(row_states, numbers, strict=True)):
         if number is None:
             settings: Hashable = "no processor"
         else:
-            settings = state.processors.settings[number] or "not compared"
+            settings = row_state.processors.settings[number] or "not compared"
         indices_by_settings.setdefault(settings, []).append(index)
     groups = [_group(batch, row_states, numbers, indices) for indices in indices_by_settings.values()]
     if len(groups) == 1:
@@ -390,18 +395,18 @@ class RequestStopping(Stopping):
     What a row has of its own is in `RowState.limit` and `RowState.stopping`; a request always ends by itself.
     """
 
-    pads_finished_rows = True
+    has_eos_stopping_criteria = True
 
     def __init__(self, eos_token_ids: set[int], max_new_tokens: int):
         """`eos_token_ids` are those of all requests; `max_new_tokens` is the largest of their limits."""
         self.eos_token_ids, self.max_new_tokens = eos_token_ids, max_new_tokens
 
-    def eos_token_ids_of(self, row: RowState) -> set[int]:
-        ids: set[int] = row.stopping.eos_token_ids
+    def eos_token_ids_of(self, row_state: RowState) -> set[int]:
+        ids: set[int] = row_state.stopping.eos_token_ids
         return ids
 
-    def warn_beyond_positions(self, row: RowState, emitted: int) -> None:
-        row.stopping.warn_beyond_positions(row, emitted)
+    def warn_beyond_positions(self, row_state: RowState, emitted: int) -> None:
+        row_state.stopping.warn_beyond_positions(row_state, emitted)
 
     def _has_text_criteria(self, batch: Batch) -> bool:
         return any(batch.row_states[row].stopping.criteria for row in batch.rows)
@@ -411,7 +416,7 @@ class RequestStopping(Stopping):
         for index, (row, number) in enumerate(zip(batch.rows, num_new, strict=True)):
             criteria = batch.row_states[row].stopping.criteria
             if criteria:
-                text, count = batch.row_view(row), batch.counts[row]
+                row_view, count = batch.row_view(row), batch.counts[row]
                 for position in range(number):
-                    stops[index, position] = criteria(text.prefix(count + position + 1), None)[0]
+                    stops[index, position] = criteria(row_view.prefix(count + position + 1), None)[0]
         return stops

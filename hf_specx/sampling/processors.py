@@ -27,11 +27,19 @@ from .synthid import is_usual_synthid, synthid
 from .vectorized import VECTORIZED, Prefixes
 
 
+IMPOSSIBLE = 1000.0  # how far below the likeliest a score is whose probability is 0 in float64 too
+
+
 class LikeliestToken(LogitsProcessor):
-    """Leaves the likeliest token alone, the first of equal ones: greedy decoding beside rows that sample."""
+    """Leaves the likeliest token alone, the first of equal ones: greedy decoding beside rows that sample.
+
+    The others have a probability of 0 as well, and keep their order, by which a draft has its next best choices.
+    """
 
     def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(scores, -torch.inf).scatter_(-1, scores.argmax(-1, keepdim=True), 0.0)
+        likeliest = scores.argmax(-1, keepdim=True)
+        others = (scores - scores.gather(-1, likeliest) - IMPOSSIBLE).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        return others.scatter_(-1, likeliest, 0.0)
 
 
 TOP_TOKENS = frozenset({logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper})  # begin a `TopTokensWarper`

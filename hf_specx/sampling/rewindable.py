@@ -115,10 +115,10 @@ class PlainCall:
         """The mask [B, V] after these texts, whose rows beam search may have exchanged."""
         self.width = input_ids.shape[1]
         strict = getattr(self.processor, "strict", False)
-        for row, text in enumerate(input_ids[:, self.prompts.shape[1] :].tolist()):
+        for row, new_ids in enumerate(input_ids[:, self.prompts.shape[1] :].tolist()):
             fed = self.fed_tokens[row]
-            common = _num_common(fed, text)
-            new = text[common:]
+            common = _num_common(fed, new_ids)
+            new = new_ids[common:]
             if common < len(fed):
                 self.processor.rollback(row, len(fed) - common)
                 del fed[common:]
@@ -331,12 +331,12 @@ class TokenMasks(RoundProcessor):
         """Take the processor to where plain `generate` leaves it; warn if that cannot be done."""
         lost_rows = []
         for row, fed in self.fed_tokens.items():
-            text = batch.row_states[row].emitted_ids[:-1]
-            if self.is_updating or len(fed.tokens) - _num_common(fed.tokens, text) > self.max_rollback:
+            final_ids = batch.row_states[row].emitted_ids[:-1]
+            if self.is_updating or len(fed.tokens) - _num_common(fed.tokens, final_ids) > self.max_rollback:
                 lost_rows.append(str(row))
                 continue
-            self._feed_emitted(batch, row, len(text))
-            self._rewind(row, len(text))
+            self._feed_emitted(batch, row, len(final_ids))
+            self._rewind(row, len(final_ids))
         if lost_rows:
             warnings.warn(
                 f"the state of {self.name} is not at the end of the text of row {', '.join(lost_rows)} after this "

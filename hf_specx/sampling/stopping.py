@@ -27,13 +27,14 @@ class Stopping:
     keeps emitting tokens into a stopped row until all rows have stopped, and so does this.
 
     A round calls, in `Batch.append`: `stop_flags` (what the criteria say of each new token), `cut_at_stops` (how many
-    of them are emitted) and, once they are, `remove_ended`.
+    of them are emitted) and, once they are, `cut_ended_rows`.
 
     Attributes:
         all: the criteria as `generate` prepared them.
         criteria: those that are called on the text; end tokens and lengths are compared here instead.
         stateful: names of criteria that may count calls or mix rows; they must be called exactly as `generate` does.
-        pads_finished_rows: whether there is an end-of-sequence criterion.
+        has_eos_stopping_criteria: whether there is an end-of-sequence criterion, so that finished rows are padded;
+            `generate` has it by this name.
         eos_token_ids: the tokens of all end-of-sequence criteria.
         max_new_tokens: how many tokens a row may emit.
     """
@@ -46,13 +47,13 @@ class Stopping:
         """
         self.all, self.criteria = criteria, StoppingCriteriaList()
         self.stateful: list[str] = []
-        self.pads_finished_rows = False
+        self.has_eos_stopping_criteria = False
         self.eos_token_ids = set[int]()
         # (emitted tokens, columns, criterion), from where on each criterion warns
         self._position_warnings: list[tuple[int, int, MaxLengthCriteria]] = []
         lengths = []
         for criterion in criteria:
-            self.pads_finished_rows |= hasattr(criterion, "eos_token_id")
+            self.has_eos_stopping_criteria |= hasattr(criterion, "eos_token_id")
             if type(criterion) is EosTokenCriteria:
                 self.eos_token_ids.update(criterion.eos_token_id.flatten().tolist())
             elif type(criterion) is MaxLengthCriteria:  # the user's or else transformers'
@@ -115,17 +116,17 @@ class Stopping:
         """
         num_to_emit = []
         for row, ids, num_new, flags in zip(batch.rows, tokens, num_new_tokens, stop_flags, strict=True):
-            state, count = batch.row_states[row], batch.counts[row]
+            row_state, count = batch.row_states[row], batch.counts[row]
             num_new = min(num_new, batch.remaining_tokens(row))
-            stop = self._first_stop(ids[:num_new], flags, self.eos_token_ids_of(state))
+            stop = self._first_stop(ids[:num_new], flags, self.eos_token_ids_of(row_state))
             if stop is None and 0 < num_new == batch.remaining_tokens(row):
                 stop = num_new
-            if stop is not None and state.stopped_at is None:
-                state.stopped_at = count + stop
-            if stop is not None and self.pads_finished_rows:
+            if stop is not None and row_state.stopped_at is None:
+                row_state.stopped_at = count + stop
+            if stop is not None and self.has_eos_stopping_criteria:
                 num_new = stop
             num_to_emit.append(num_new)
-            self.warn_beyond_positions(state, count + num_new)
+            self.warn_beyond_positions(row_state, count + num_new)
         return num_to_emit
 
     def _first_stop(self, ids: list[int], flags: list[bool], eos_token_ids: set[int]) -> int | None:
@@ -135,22 +136,22 @@ class Stopping:
                 return position + 1
         return None
 
-    def eos_token_ids_of(self, row: RowState) -> set[int]:
+    def eos_token_ids_of(self, row_state: RowState) -> set[int]:
         """The end tokens of a row."""
         return self.eos_token_ids
 
-    def warn_beyond_positions(self, row: RowState, emitted: int) -> None:
+    def warn_beyond_positions(self, row_state: RowState, emitted: int) -> None:
         """Have transformers warn, as it does once, where plain `generate` asks about a text beyond its positions."""
         for reminder in [each for each in self._position_warnings if each[0] <= emitted]:
             _, length, criterion = reminder
             criterion(torch.empty(1, length, dtype=torch.int64, device="meta"), None)
             self._position_warnings.remove(reminder)
 
-    def remove_ended(self, batch: Batch) -> list[int]:
-        """The rows that have ended, after these were cut to where they end; the batch has the new tokens."""
+    def cut_ended_rows(self, batch: Batch) -> list[int]:
+        """Cut the rows that have ended to their ends, and return them; the batch has the new tokens."""
         end_of_all = None  # without an end-of-sequence criterion rows end together
-        if not self.pads_finished_rows:
-            all_stopped = all(state.stopped_at is not None for state in batch.row_states)
+        if not self.has_eos_stopping_criteria:
+            all_stopped = all(row_state.stopped_at is not None for row_state in batch.row_states)
             end_of_all = self.num_output_columns(batch) if all_stopped else self.max_new_tokens
         ended = []
         for row in batch.rows:
@@ -160,31 +161,32 @@ class Stopping:
                 batch.truncate(row, end)
         return ended
 
-    def ended_by_limit(self, text: torch.Tensor, tokens: list[int]) -> bool:
-        """Whether a row with text [1, L] and these emitted tokens ended because of its length alone."""
+    def ended_by_limit(self, input_ids: torch.Tensor, tokens: list[int]) -> bool:
+        """Whether a row of input_ids [1, L] and these emitted tokens ended because of its length alone."""
         if len(tokens) < self.max_new_tokens or tokens[-1] in self.eos_token_ids:
             return False
-        return not (self.criteria and self.criteria(text, None).item())
+        return not (self.criteria and self.criteria(input_ids, None).item())
 
-    def stops(self, text: torch.Tensor, tokens: list[int]) -> bool:
-        """Whether the one row of text [1, L] that has emitted these tokens is at an end token or another criterion."""
+    def stops(self, input_ids: torch.Tensor, tokens: list[int]) -> bool:
+        """Whether a row of input_ids [1, L] and these emitted tokens is at an end token or another criterion."""
         ends = tokens[-1] in self.eos_token_ids
-        return ends or bool(self.criteria and self.criteria(text, None).item())
+        return ends or bool(self.criteria and self.criteria(input_ids, None).item())
 
     def num_final_tokens(self, batch: Batch) -> list[int]:
         """How many of its emitted tokens are certain to be in the output, for each row [B].
 
         Without an end-of-sequence criterion a fast row may be ahead of the column where all rows have stopped.
         """
-        stops = [state.stopped_at for state in batch.row_states]
-        if self.pads_finished_rows:
+        stops = [row_state.stopped_at for row_state in batch.row_states]
+        if self.has_eos_stopping_criteria:
             return [count if stop is None else stop for count, stop in zip(batch.counts, stops, strict=True)]
         columns = max(count + 1 if stop is None else stop for count, stop in zip(batch.counts, stops, strict=True))
         return [min(count, columns) for count in batch.counts]
 
     def num_output_columns(self, batch: Batch) -> int:
         """How many columns `generate` has emitted when the last row has stopped."""
-        return max(row.stopped_at for row in batch.row_states if row.stopped_at is not None)
+        stops = [row_state.stopped_at for row_state in batch.row_states]
+        return max(stop for stop in stops if stop is not None)
 
     def row_errors(
         self, done: Round, prefix_errors: Mapping[tuple[int, tuple[int, ...]], Exception]
@@ -200,7 +202,10 @@ class Stopping:
         batch = done.batch
         for index, row in enumerate(done.rows):
             self._note_dead_end(done, index, batch.row_states[row], prefix_errors)
-        dead_ends = {row: state.dead_end for row, state in enumerate(batch.row_states) if state.dead_end is not None}
+        dead_ends = {}
+        for row, row_state in enumerate(batch.row_states):
+            if row_state.dead_end is not None:
+                dead_ends[row] = row_state.dead_end
         if not dead_ends:
             return {}
         num_final = self.num_final_tokens(batch)
@@ -208,19 +213,19 @@ class Stopping:
 
     @staticmethod
     def _note_dead_end(
-        done: Round, index: int, state: RowState, prefix_errors: Mapping[tuple[int, tuple[int, ...]], Exception]
+        done: Round, index: int, row_state: RowState, prefix_errors: Mapping[tuple[int, tuple[int, ...]], Exception]
     ) -> None:
         """Set `dead_end` of a row, by its row index, if no token can follow some that it has emitted in this round."""
         row, before, emitted = done.rows[index], done.emitted_before[index], done.emitted[index]
         for count in range(before, before + emitted) if prefix_errors else ():
-            error = prefix_errors.get((row, tuple(state.emitted_ids[:count])))
-            if state.dead_end is None and error is not None:
-                state.dead_end = count, error
+            error = prefix_errors.get((row, tuple(row_state.emitted_ids[:count])))
+            if row_state.dead_end is None and error is not None:
+                row_state.dead_end = count, error
         position = done.undefined[index]
         count = before + position
-        if position < emitted and (state.dead_end is None or count < state.dead_end[0]):
+        if position < emitted and (row_state.dead_end is None or count < row_state.dead_end[0]):
             message = (
                 f"row {row} has no next token after {count} new ones: the target's logits are not finite "
                 "(check its dtype and weights), or the logits processors exclude every token (leave one out)."
             )
-            state.dead_end = count, RuntimeError(message)
+            row_state.dead_end = count, RuntimeError(message)

@@ -269,10 +269,10 @@ def length_penalty(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> 
 
     def keeps_infinite_scores() -> bool:
         """Whether the ends have scores, and -inf stays -inf, which older versions of transformers make NaN."""
-        text = torch.zeros(1, max(start, 0) + 1, dtype=torch.int64, device=scores.device)
+        zeros = torch.zeros(1, max(start, 0) + 1, dtype=torch.int64, device=scores.device)
         if not _all_in_vocabulary(ends, scores.shape[-1]):
             return False
-        return not processor(text, torch.full_like(scores[:1, 0], -torch.inf)).isnan().any()
+        return not processor(zeros, torch.full_like(scores[:1, 0], -torch.inf)).isnan().any()
 
     is_full_precision = scores.dtype in (torch.float32, torch.float64)  # a number and a tensor's element round alike
     if not is_full_precision or not prefixes.cached((processor, scores.shape[-1]), keeps_infinite_scores):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_specx.common.batch import Batch, RowState
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft, Verdict
 from hf_specx.common.tree import at_nodes
 
@@ -35,11 +36,11 @@ class Verifier:
         if not self.seeded:
             self.shared_noise = self.make_noise(None)
 
-    def noise_of(self, row: RowState) -> Any:
+    def noise_of(self, row_state: RowState) -> Any:
         """The noise of a row that has a seed, made when it is first asked for."""
-        if row.noise is None:
-            row.noise = self.make_noise(row.seed)
-        return row.noise
+        if row_state.noise is None:
+            row_state.noise = self.make_noise(row_state.seed)
+        return row_state.noise
 
     def make_noise(self, seed: int | None) -> Any:
         """The source of random numbers for a row with this seed, or with None for all rows; greedy needs none."""
@@ -186,7 +187,12 @@ class CoupledVerifier(Verifier):
     def rank(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Choice:
         probs, _ = distribution(scores)
         noise = self._noise_at(batch, probs.view(len(probs), -1, probs.shape[-1])[:, :1], ahead)
-        return (probs / noise.view(-1, *[1] * (probs.ndim - 2), probs.shape[-1])).topk(count).indices, probs
+        weights = probs / noise.view(-1, *[1] * (probs.ndim - 2), probs.shape[-1])
+        greedy = [batch.row_states[row].greedy for row in batch.rows]
+        if any(greedy):  # all but one of the probabilities are 0 there
+            is_greedy = to_device_async(greedy, probs.device).view(-1, *[1] * (probs.ndim - 1))
+            weights = torch.where(is_greedy, scores, weights)
+        return weights.topk(count).indices, probs
 
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         probs, undefined = distribution(scores)

@@ -7,7 +7,8 @@ Glossary (one meaning each, everywhere in this package):
     target: the model whose distribution the text must have.
     draft: what proposes tokens: a smaller model, the target's first layers, or the text itself; see `drafting`.
     candidate: a drafted token that is not judged yet.
-    round: draft, one target forward, verify.
+    round: draft, one target forward, verify; without candidates a plain step.
+    step: one forward for one more token of each row, of the draft (a draft step) or of the target (a plain step).
     tree: candidates of which several may follow the same token; each but the first ones has a parent among them.
     node: what a token can follow: node 0 is the last emitted token, node i + 1 candidate i. Where nodes are counted,
         as in `tree=16`, node 0 is left out.
@@ -23,9 +24,13 @@ Glossary (one meaning each, everywhere in this package):
     residual: norm(max(0, p - q)), the probability that the target gives beyond the draft.
     emitted token: an accepted, recovered or bonus token that is part of the text; a stop may cut the others.
     rollback: taking rejected candidates out of caches, states and masks.
-    layout: how rows of unequal length share one batch and one cache.
+    layout: how rows of unequal length share one batch and one cache; one of the next four.
+    ragged: each row has slots of its own and ends where it ends, as under continuous batching; a mask hides the rest.
+    padded: all rows end in one slot, behind pads on their left.
+    packed: the rows lie one after another in a batch of one, as texts are packed for training.
     lockstep: all rows advance by as many tokens as the row that accepted fewest.
-    row: one text of the batch. A variable `row` is its number, 0 to B - 1, for the whole call.
+    row: one text of the batch. A variable `row` is its number, 0 to B - 1, for the whole call; its `RowState` is a
+        `row_state`.
     row index: the index of a row among the R that still decode, in tensors [R, ...].
     refill: a row of a queue that has replaced one that had ended.
     column: an index into the output of `generate`, in which prompts are padded on the left.

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specx.common.chats import token_ids
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.wrappers import vocabulary
-from hf_specx.pairs.complete import EMPTY, token_ids
+from hf_specx.pairs.complete import EMPTY
 
 
 GivenPrompts = Sequence[str] | Sequence[Sequence[int]]

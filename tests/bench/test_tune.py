@@ -22,6 +22,7 @@ from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding
 from hf_specx.bench import timer, tune
 from hf_specx.bench.tune_settings import FALSE_ALARM, TuneSettings
 from hf_specx.common.devices import hardware
+from hf_specx.hub.cards import embedded_config
 from hf_specx.hub.pair_config import SLOWER, Measurement, PairConfig
 from hf_specx.hub.publish import save
 
@@ -369,3 +370,17 @@ def test_drafts_that_cannot_be_used_do_not_stop_the_others(folders, costs, tmp_p
 def test_texts_too_short_for_a_round_are_refused(folders):
     with pytest.raises(ValueError, match="max_new_tokens=2"):
         tune.tune(folders["target"], ["suffix"], replace(QUICK, options=SAMPLED | {"max_new_tokens": 2}))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_three_runs_say_the_same_of_the_pair_in_the_package():
+    """On a real clock: its head is faster, and seven eighths of the target's layers are not."""
+    settings = TuneSettings(embedded_config().prompts, (1,), {"max_new_tokens": 48}, seconds=20, command="typed")
+    verdicts = []
+    for seed in range(3):
+        trials = tune.tune("embedded", ["embedded/head", "exit:14"], replace(settings, seed=seed))
+        assert [trial.error for trial in trials] == [None, None]
+        verdicts.append([(trial.name, trial.verdict) for trial in trials])
+    assert verdicts[0] == [("embedded/head", "faster"), ("exit:14", "slower")]
+    assert verdicts[1:] == verdicts[:1] * 2

@@ -75,6 +75,19 @@ def test_the_last_lines_say_what_follows(ends, first):
     assert not re.search("predicted|times plain", text)
 
 
+@pytest.mark.parametrize(("ends", "alike"), [((1.25, 1.6), True), ((1.01, 1.29), False), ((0.9, 1.6), False)])
+def test_drafts_that_are_as_fast_are_named_beside_the_best(ends, alike):
+    """So that another run, in which noise puts one of them first, says the same."""
+    trials = []
+    for name, interval in {"d": (1.3, 1.5), "e": ends}.items():
+        measurement = measured(batch=1, num_draft_tokens=5, measured_speedup=1.4, turns=24)
+        measurement.interval_low, measurement.interval_high = interval
+        trials.append(DraftTrial(name, config=PairConfig(ModelSource(), ModelSource(), measurements=[measurement])))
+    console = Output(record=True, width=200, quiet=False)
+    show_drafts("t", trials, console)
+    assert ("as fast, so far as these turns tell: e (1.40)" in console.export_text()) == alike
+
+
 def test_options_reach_the_study(folders, monkeypatch):
     seen = []
 

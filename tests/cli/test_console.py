@@ -77,11 +77,15 @@ def test_figures_are_never_cut(capsys):
 @pytest.mark.parametrize(
     ("record", "origins"),
     [
-        (RoundRecord(0, 0, 1), ["bonus"]),  # a plain step
+        (RoundRecord(0, 0, 1, is_bonus=True), ["bonus"]),  # a plain step
         (RoundRecord(3, 0, 1), ["recovered"]),
         (RoundRecord(3, 2, 3), ["accepted", "accepted", "recovered"]),
-        (RoundRecord(3, 3, 2), ["accepted", "accepted"]),  # ended inside the accepted run
+        (RoundRecord(3, 3, 2, is_bonus=True), ["accepted", "accepted"]),  # ended inside the accepted run
         (RoundRecord(4, 3, 4, forced=(0, 2, 3)), ["forced", "accepted", "forced", "recovered"]),
+        # of trees: as many as first choices, and others behind them; a leaf; and off the chain, where none was forced
+        (RoundRecord(2, 2, 3, nodes=6, ranks=(0, 1)), ["accepted", "accepted", "recovered"]),
+        (RoundRecord(3, 1, 2, nodes=6, ranks=(1,), is_bonus=True), ["accepted", "bonus"]),
+        (RoundRecord(3, 3, 4, (0, 2), 6, (0, 1, 0)), ["forced", "accepted", "accepted", "recovered"]),
     ],
 )
 def test_origins_of_a_round(record, origins):

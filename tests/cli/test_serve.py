@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -80,6 +81,89 @@ def test_what_the_server_needs(monkeypatch: pytest.MonkeyPatch):
     result = command("serve")
     assert result.exit_code == 2
     assert "needs uvicorn" in result.stderr
+
+
+def test_a_port_that_cannot_be_had_is_refused_before_models_are_loaded():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        result = command("serve", "no/pair", "--host", "127.0.0.1", "--port", str(port))
+    assert result.exit_code == 2
+    assert f"port {port} of 127.0.0.1 cannot be listened on (Address already in use)" in result.stderr
+    assert "--port 0" in result.stderr
+    for option, value in {"--port": "65536", "--host": "no host", "--log-level": "loud"}.items():
+        result = command("serve", "no/pair", option, value)
+        assert result.exit_code == 2
+        assert value in result.stderr
+
+
+def test_it_says_that_it_serves_once_clients_can_connect(monkeypatch: pytest.MonkeyPatch):
+    """At its end no thread of it is left, and the target is as it was."""
+    import uvicorn
+
+    said: list[str] = []
+
+    def run(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        for each in sockets:
+            with socket.create_connection(each.getsockname()[:2], timeout=10):
+                said.append(f"http://localhost:{each.getsockname()[1]}/v1 serves")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    result = command("serve", "embedded", "--port", "0")
+    assert result.exit_code == 0, result.stderr
+    assert said
+    assert set(said) == {said[0]}
+    assert said[0] in result.stderr
+    assert not [thread for thread in threading.enumerate() if thread.name == "specx"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_ends_when_its_client_disconnects(pair: DraftTargetPair, stream: bool):
+    """Also one that is not streamed: a round later at most."""
+    from hf_specx.cli.serve import build_app
+
+    pair.strategy.verification, pair.strategy.num_draft_tokens = "coupled", 1
+    app = build_app(pair, "embedded")
+    manager = app.state.generation_state.manager
+    body = {"model": "embedded", "prompt": PROMPTS[0], "max_tokens": 100, "stream": stream}
+    sent: list[dict] = []
+
+    async def ask() -> None:
+        loop, has_begun = asyncio.get_running_loop(), asyncio.Event()
+        messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+        class Watch:
+            def observe(self, done) -> None:
+                loop.call_soon_threadsafe(has_begun.set)
+
+        manager.strategy.listeners = (Watch(),)
+
+        async def receive() -> dict:
+            if messages:
+                return messages.pop()
+            await has_begun.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/completions",
+            "headers": headers,
+        }
+        scope |= {"query_string": b"", "root_path": "", "scheme": "http", "client": ("", 1), "server": ("", 2)}
+        await app(scope | {"asgi": {"version": "3.0", "spec_version": "2.3"}}, receive, send)
+
+    asyncio.run(ask())
+    app.state.generation_state.shutdown()
+    assert 0 < manager.strategy.report.emitted < 100
+    assert stream or not sent
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,10 @@ from plain import assert_plain
 from repeating import few_tokens, repetitive
 from rounds import Heard
 
-from hf_specx import Request, SpeculativeDecoding, SuffixDraft, SuffixPool
+from hf_specx import Costs, Request, SpeculativeDecoding, SuffixDraft, SuffixPool
+from hf_specx.drafting.auto import RoundTimer
 from hf_specx.drafting.suffix import Match, _likeliest
+from hf_specx.drafting.trees import TreeShapes
 
 
 GREEDY = {"do_sample": False}
@@ -49,6 +51,35 @@ def test_how_far_a_text_goes_along():
     assert match.followed_by([6, 5]) == (1, 2)
     assert match.followed_by([1]) == (0, 1)
     assert match.followed_by([]) == (0, 0)
+
+
+def draft_of(slope: float, nodes: int | str = "auto", numbers: Any = range(1, 65)) -> SuffixDraft:
+    """A draft in a call where each further token of a forward costs so much of a plain step."""
+    draft = SuffixDraft()
+    table: Any = {1: {"target": {1: 1.0, 9: 1.0 + 8 * slope}, "draft": 0.0}}
+    draft.round_timer = RoundTimer(Costs(table), online=True)
+    draft.tree_shapes = TreeShapes(nodes, draft.round_timer, numbers=numbers)
+    return draft
+
+
+WIDE = Match([*range(20)], [0.5, 0.3, *[0.05] * 18], [-1] * 20, 3)  # many ways to go on, of which none goes far
+DEEP = Match([5, 6, 7, 8, 9], [0.9, 0.8, 0.7, 0.6, 0.02], [-1, 0, 1, 2, -1], 9)
+
+
+@pytest.mark.parametrize(("slope", "match", "is_tree"), [(0.0, WIDE, True), (0.4, WIDE, False), (0.1, DEEP, False)])
+def test_auto_takes_trees_where_they_promise_more_tokens_a_second(slope: float, match: Match, is_tree: bool):
+    draft = draft_of(slope)
+    taken = draft._best_kind([match])
+    assert taken == ([match] if is_tree else [match.first_choices()])
+    draft.round_timer.tree_times = lambda rows, steps, most: [10.0] * (most + 1)  # as rounds with trees have shown
+    assert draft._best_kind([match]) == [match.first_choices()]
+
+
+def test_compiled_calls_have_trees_of_few_sizes():
+    for numbers, sizes in ((range(1, 65), range(2, 21)), ((7, 15), (7, 15, 20))):
+        chosen = {draft_of(slope, 64, numbers)._best([WIDE.chances]) for slope in (0.1, 0.07, 0.05, 0.03, 0.0)}
+        assert chosen <= {0, *sizes}
+        assert len(chosen) > 1
 
 
 @pytest.fixture(params=["by their costs", "at no cost"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from plain import assert_plain
 from rounds import Heard
-from tiny import near, tiny
+from tiny import near, prompts, tiny
 
 from hf_specx import Costs, SpeculativeDecoding
 from hf_specx.common.round import Draft
@@ -15,9 +15,9 @@ from hf_specx.drafting.auto import RoundTimer
 from hf_specx.drafting.trees import PRIOR, RankEstimate, TreeShapes
 
 
-def costs(step: float, slope: float) -> Costs:
+def costs(step: float, slope: float, rows: int = 1) -> Costs:
     """A draft step, and each further token of a forward, in plain steps."""
-    return Costs({1: {"target": {1: 1.0, 9: 1.0 + 8 * slope}, "draft": step}}, clock=lambda: 0.0)
+    return Costs({rows: {"target": {1: 1.0, 9: 1.0 + 8 * slope}, "draft": step}}, clock=lambda: 0.0)
 
 
 def nodes(step: float, slope: float, depth: int = 4, kind: str = "comb", ranks: RankEstimate | None = None) -> int:
@@ -89,16 +89,69 @@ def test_ranks_are_learned():
     assert nodes(0.0, 0.02, ranks=ranks) > 4
 
 
+def test_what_is_not_tried_is_not_forgotten():
+    """Chains say how often the first choice is right, and nothing of the others."""
+    ranks = RankEstimate()
+    for _ in range(100):
+        ranks.observe(round_of([[0, 1], [1], []], width=3))
+    misses = ranks.hits[1] / ranks.tries[1]
+    for _ in range(1000):
+        chain = round_of([[0, 0], [0]], width=3)
+        chain.tree, chain.accepted_candidates = None, [[0, 1], [0]]
+        ranks.observe(chain)
+    first = ranks.chances[0]
+    assert first == pytest.approx(3 / 4, abs=0.02)
+    assert ranks.hits[1] / ranks.tries[1] == misses == pytest.approx(2 / 3, abs=0.01)
+    assert ranks.chances[1] == pytest.approx((1 - first) * 2 / 3, abs=0.02)
+
+
+@pytest.mark.parametrize("chooses_number", [False, True])
+def test_auto_knows_what_forwards_cost_with_a_number_too(chooses_number: bool):
+    """Where they were assumed, no tree would ever pay."""
+    target = tiny()
+    numbers = {} if chooses_number else {"num_draft_tokens": 4}
+    strategy = SpeculativeDecoding(near(target, 0.1), tree="auto", **numbers)
+    target.generate(**prompts(2), max_new_tokens=8, pad_token_id=0, do_sample=False, custom_generate=strategy)
+    assert strategy.costs.table.keys() == {2}
+
+
+def test_rounds_with_trees_are_timed_by_their_size():
+    """The overhead of 8 nodes says more of 9 than that of 60 does; later calls go by it, for a while."""
+    seconds = 0.0
+    costs_of_calls = costs(0.1, 0.0)
+    costs_of_calls.clock = lambda: seconds
+    for call in range(3):
+        timer = RoundTimer(costs_of_calls, online=True)
+        times = timer.tree_times(1, 4, 64)
+        if not call:
+            assert times == pytest.approx([1.4] * 65)
+            for observe, sizes, taken in (
+                (timer.observe, (4,), 2.8),  # twice what the forwards take, as that of every round
+                (timer.observe_tree, (4, 8), 5.6),
+                (timer.observe_tree, (4, 60), 2.8),
+            ):
+                for _ in range(6):
+                    observe(1, *sizes)
+                    seconds += taken
+            times = timer.tree_times(1, 4, 64)
+        assert times[9] == pytest.approx(5.6, rel=0.03 + 0.04 * call)
+        assert times[40] == pytest.approx(2.8, rel=0.03)
+        timer.end()
+    assert 1.8 < costs_of_calls.tree_overheads[1][8] < 1.97
+
+
 def test_a_row_has_no_more_nodes_than_were_asked_for():
     assert TreeShapes(3).begin_round([5, 2]) == [3, 2]
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_auto_gives_the_text_of_plain(do_sample: bool, draft_pays: None):
-    """TreeShapes where forwards of more tokens cost nothing, and chains where they cost much."""
+    """Trees where forwards of more tokens cost nothing, and chains where they cost much."""
     target, settings = tiny(), {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 40, "pad_token_id": 0}
     for slope, branches in ((0.001, True), (3.0, False)):
-        strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=4, tree="auto", costs=costs(0.05, slope))
+        strategy = SpeculativeDecoding(
+            near(target, 0.1), num_draft_tokens=4, tree="auto", costs=costs(0.05, slope, rows=4)
+        )
         numbers = Heard(lambda done: max(done.num_candidates))
         strategy.listeners = (numbers,)
         assert_plain(target, strategy, **settings)

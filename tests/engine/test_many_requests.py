@@ -7,6 +7,7 @@ import torch
 from many import GREEDY, SAMPLED, alone, completed, requests
 from rounds import Heard
 from tiny import VOCAB_SIZE, Forwards, near, tiny
+from tiny_tokenizer import tiny_tokenizer
 from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor
 
@@ -65,6 +66,37 @@ def test_buffers_do_not_double_beyond_what_can_be_needed(sizes: list, monkeypatc
     strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3)
     completed(strategy, target, asked, batch_size=2, max_batch_tokens=220, **GREEDY | {"eos_token_id": None})
     assert max(taken) <= 220
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] + '' }} {% endfor %}{% if think %}the cat{% endif %}"
+    "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}"
+)
+
+
+def test_prompts_may_be_chats():
+    """As lists of messages, or in a request with what the template reads besides; one that it fails on is refused."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    target = tiny(vocab_size=280)
+    chat = [{"role": "user", "content": "a dog"}]
+    template_options = {"think": True, "tools": [{"name": "on"}]}
+    asked = [chat, Request(messages=chat, chat_template_kwargs=template_options, max_new_tokens=5)]
+    asked += [tokenizer("a dog the caton").input_ids, Request(messages=[{"content": {}}]), Request(messages="a dog")]
+    asked += [Request([1], messages=chat), Request([1], chat_template_kwargs={"think": True})]
+    asked.append(Request(messages=chat, chat_template_kwargs={"tokenize": True}))
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2, tokenizer=tokenizer)
+    completions = completed(strategy, target, asked, batch_size=2, **GREEDY)
+    expected = [alone(target, Request(tokenizer(text).input_ids), **GREEDY) for text in ("a dog ", "a dog the caton")]
+    assert completions[0].tokens == expected[0]
+    assert completions[1].tokens == expected[1][:5]
+    assert completions[2].tokens == expected[1]
+    words = ["the chat template fails on", "messages='a dog' is no list of messages", "leave one of them out"]
+    words += ["is for messages", "tokenize, which is settled"]
+    for index, word in enumerate(words, 3):
+        assert word in completions[index].error
+    with pytest.raises(ValueError, match="needs a tokenizer with a chat template"):
+        completed(SpeculativeDecoding(near(target, 0.2)), target, [chat], **GREEDY)
 
 
 NOT_SERVED = [

@@ -140,7 +140,7 @@ def test_several_calls_add_up():
         for name in ("rounds", "plain_steps", "drafted", "judged", "accepted", "emitted", "overlap"):
             assert getattr(total, name) == getattr(first, name) + getattr(second, name)
         assert (total.rows, total.rounds_per_row, total.drafted_per_position) == (3, [4, 3, 0], [7, 5, 5])
-        assert total.steps == first.steps + second.steps
+        assert total.round_sizes == first.round_sizes + second.round_sizes
         assert (total.seconds["draft"], total.seconds["total"]) == (1.5, 2.0)
         assert list(map(len, total.history)) == [6, 5, 2]
     assert (first.rounds, len(first.history[0]), first.sources["none"]["drafted"]) == (3, 4, 13)  # as they were

@@ -72,6 +72,14 @@ def test_a_target_that_is_measured_takes_chains():
     target = unheard_of(tiny())
     strategy = SpeculativeDecoding(near(tiny(), 0.1), num_draft_tokens=3, tree=8)
     assert_chain("was measured with chains", strategy, target)
+    target.generate(**prompts(3), **SAMPLED, custom_generate=strategy)
+    assert strategy.report.verification == "block"  # that of a call that has asked for no tree
+    with_seeds = {"seeds": [1, 2, 3], "custom_generate": strategy}
+    target.generate(**prompts(3), **SAMPLED, **with_seeds)
+    assert strategy.report.verification == "block"
+    asked = SpeculativeDecoding(near(tiny(), 0.1), num_draft_tokens=3, tree=8, verification="coupled")
+    target.generate(**prompts(3), **SAMPLED, custom_generate=asked)
+    assert asked.report.verification == "coupled"
 
 
 def test_trees_that_nobody_asked_for_are_chains():
@@ -104,6 +112,65 @@ def test_parents_that_do_not_fit_are_an_error(parents: Any, message: str):
     strategy = SpeculativeDecoding(Wrong(parents), tree=4)
     with pytest.raises(ValueError, match=message):
         tiny().generate(**prompts(1), **GREEDY, custom_generate=strategy)
+
+
+class Long(Drafter):
+    """A tree of 40 candidates a row, in which what comes first is a chain of 20."""
+
+    proposes_trees = True
+
+    def propose(self, batch, lengths):
+        rows, parents = len(batch.rows), (*range(-1, 19), *range(-1, 19))
+        ids = torch.arange(40, device=batch.ids.device).repeat(rows, 1) % VOCAB_SIZE
+        estimate = [[0.5**place for place in range(40)]] * rows
+        return Draft(ids, [40] * rows, None, "long", estimate=estimate, parents=[parents] * rows)
+
+
+@pytest.mark.parametrize(("tree", "most"), [(7, 7), (25, 25), ("auto", 40), (False, 20)])
+def test_no_row_has_more_nodes_than_were_asked_for(tree: Any, most: int):
+    """Whoever proposes them."""
+    strategy = SpeculativeDecoding(Long(), tree=tree)
+    assert_plain(tiny(), strategy, **GREEDY)
+    records = [record for row in strategy.report.history for record in row]
+    assert max(record.nodes for record in records) == most
+    assert max(record.drafted for record in records) == min(most, 20)
+
+
+def test_forced_tokens_are_not_counted():
+    parents = [(-1, 0, 1, -1), (-1, 0)]
+    tokens, forced = torch.arange(8).view(2, 4), [[False, True, False], [False, False]]
+    draft = Draft(tokens, [4, 2], None, "given", forced, parents=parents)
+    cut = draft.cut(2)
+    assert (cut.lengths, cut.parents, cut.tokens.tolist()) == ([3, 2], [(-1, 0, 1), (-1, 0)], [[0, 1, 2], [4, 5, 6]])
+    assert cut.first_choices().lengths == [3, 2]
+    assert draft.cut(4) is draft
+
+
+class Shallow(Drafter):
+    """The text of plain `generate` behind a second choice, and a first one that is wrong."""
+
+    proposes_trees = True
+
+    def __init__(self, text: list[int]):
+        self.text = text
+
+    def propose(self, batch, lengths):
+        right = self.text[len(batch.row_states[0].emitted_ids) :][: min(3, lengths[0])]
+        if not right:
+            return Draft(batch.index.new_zeros(1, 0), [0])
+        tokens = torch.tensor([[(right[0] + 1) % VOCAB_SIZE, *right]])
+        return Draft(tokens, [1 + len(right)], None, "shallow", parents=[(-1, -1, *range(1, len(right)))])
+
+
+def test_no_more_is_accepted_than_was_proposed():
+    target, inputs = tiny(), prompts(1)
+    text = target.generate(**inputs, **GREEDY)[0, inputs["input_ids"].shape[1] :].tolist()
+    strategy = SpeculativeDecoding(Shallow(text), num_draft_tokens=3, tree=8)
+    assert_plain(target, strategy, inputs, **GREEDY)
+    report = strategy.report
+    assert report.accepted > report.drafted  # of first choices
+    assert report.acceptance_rate == report.accepted / report.nodes < 1
+    assert all(each["accepted"] <= each["drafted"] for each in report.sources.values())
 
 
 def test_the_report_counts_nodes_and_ranks():

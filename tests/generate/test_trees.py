@@ -1,5 +1,6 @@
 """Candidates that branch, through `generate`: the text of plain `generate` whatever the tree."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -206,6 +207,20 @@ def test_rows_with_seeds(draft: str):
     output = target.generate(**inputs, **settings, custom_generate=strategy, seeds=seeds)
     assert output[:, 11:].tolist() == list(texts.values())
     assert strategy.report.nodes > strategy.report.drafted
+
+
+def test_greedy_rows_of_a_sampling_queue_have_the_next_likeliest_tokens():
+    """As many forwards as in a queue of greedy rows alone, and fewer than with chains."""
+    target, rounds = tiny(), {}
+    asked = [replace(request, generate_kwargs={"do_sample": False}) for request in requests(6)]
+    for do_sample, tree in ((True, 12), (False, 12), (True, False)):
+        options = {"do_sample": do_sample, "eos_token_id": [5, 6], "pad_token_id": 0, "max_new_tokens": 24, "top_k": 0}
+        strategy = SpeculativeDecoding(near(target, 0.25), num_draft_tokens=3, tree=tree, verification="coupled")
+        found = completed(strategy, target, asked, batch_size=3, **options)
+        greedy = options | {"do_sample": False}
+        assert [found[index].tokens for index in range(6)] == [alone(target, ask, **greedy) for ask in asked]
+        rounds[do_sample, tree] = strategy.report.rounds
+    assert rounds[True, 12] == rounds[False, 12] < rounds[True, False]
 
 
 def seen_by_sibling(*call: Any, right: Any = RaggedRunner._tree_attention) -> Any:

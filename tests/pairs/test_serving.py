@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from vision import inputs, seeing
 
 from hf_specx import DraftTargetPair
-from hf_specx.pairs.serving import BODY, QueueManager
+from hf_specx.pairs.serving import BODY_FIELDS_ATTRIBUTE, QueueManager
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,13 @@ def asked(pair: DraftTargetPair, number: int, **fields) -> tuple[dict, Generatio
     """Inputs and a config as transformers' handlers make them."""
     config = copy.deepcopy(pair.target.generation_config)
     config.update(**SETTINGS[number % len(SETTINGS)])
-    setattr(config, BODY, {"seed": 50 + number} | fields)
+    setattr(config, BODY_FIELDS_ATTRIBUTE, {"seed": 50 + number} | fields)
     return pair.tokenizer(TEXTS[number % len(TEXTS)], return_tensors="pt"), config
 
 
 def plain(pair: DraftTargetPair, number: int) -> list[int]:
     inputs, config = asked(pair, number)
-    delattr(config, BODY)
+    delattr(config, BODY_FIELDS_ATTRIBUTE)
     torch.manual_seed(50 + number)
     text = type(pair.target).generate(pair.target, **inputs, generation_config=config, tokenizer=pair.tokenizer)
     return text[0, inputs["input_ids"].shape[1] :].tolist()
@@ -121,6 +121,75 @@ def test_images_go_to_generate_with_candidates():
     manager.stop()
     assert [tokens.tolist() for _, _, tokens in results] == [expected, expected_of_text]
     assert len(forwards.ids) < 20
+
+
+@pytest.fixture
+def seen() -> DraftTargetPair:
+    """A pair whose target sees images."""
+    target = seeing("llava")
+    pair = DraftTargetPair(target, near(target, 0.05), tiny_tokenizer())
+    pair.strategy.verification, pair.strategy.num_draft_tokens = "coupled", 3
+    return pair
+
+
+def with_seed(config: GenerationConfig, seed: int | None) -> GenerationConfig:
+    config = copy.deepcopy(config)
+    setattr(config, BODY_FIELDS_ATTRIBUTE, {} if seed is None else {"seed": seed})
+    return config
+
+
+def test_images_have_the_texts_of_their_seeds(seen: DraftTargetPair):
+    """Whatever comes beside them; several sampled rows of one request have none, and are refused by name."""
+    target = seen.target
+    image = inputs(target, (1,))
+    length = image["input_ids"].shape[1]
+    sampled = GenerationConfig(do_sample=True, max_new_tokens=12, pad_token_id=0)
+    beams = GenerationConfig(num_beams=2, max_new_tokens=6, pad_token_id=0)
+    expected = []
+    for config in (sampled, sampled, beams):
+        torch.manual_seed(len(expected))
+        text = target.generate(**image, generation_config=copy.deepcopy(config))
+        expected.append(text[0, length:].tolist())
+    manager = QueueManager(seen)
+    asked = [with_seed(sampled, 0), with_seed(sampled, 1), with_seed(beams, 2)]
+    asked.append(with_seed(GenerationConfig(num_beams=2, do_sample=True, max_new_tokens=6), 3))
+
+    async def clients():
+        whole = manager.generate_non_streaming
+        each = (whole(target, seen.tokenizer, image, config, "0") for config in asked)
+        return await asyncio.gather(*each, return_exceptions=True)
+
+    torch.manual_seed(7)
+    *results, error = asyncio.run(clients())
+    manager.stop()
+    assert torch.initial_seed() == 7
+    assert [tokens.tolist() for _, _, tokens in results] == expected
+    assert isinstance(error, ValueError)
+    assert "seed=3 with num_beams=2" in str(error)
+
+
+def test_a_client_that_leaves_ends_the_text_of_its_image(seen: DraftTargetPair):
+    seen.strategy.num_draft_tokens = 1
+    manager, config = QueueManager(seen), with_seed(GenerationConfig(max_new_tokens=60, eos_token_id=None), None)
+    image = inputs(seen.target, (1,))
+
+    async def client() -> None:
+        loop = asyncio.get_running_loop()
+        answer = manager.generate_non_streaming(seen.target, seen.tokenizer, image, config, "0")
+        answering = asyncio.ensure_future(answer)
+
+        def leave(*_: object) -> None:
+            loop.call_soon_threadsafe(answering.cancel)
+
+        hook = seen.target.register_forward_hook(leave)
+        with pytest.raises(asyncio.CancelledError):
+            await answering
+        await manager.async_submit(hook.remove)  # once it is decoded
+
+    with Forwards(seen.target) as forwards:
+        asyncio.run(client())
+    manager.stop()
+    assert 0 < len(forwards.ids) < 20
 
 
 def test_who_leaves_is_not_decoded_any_further(manager: QueueManager, pair: DraftTargetPair):

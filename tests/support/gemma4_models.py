@@ -84,8 +84,8 @@ def assistant_logits(
     keys: int = 0,
     position: int = 0,
     window: int = 0,
-) -> Tensor:
-    """[V] of the candidate behind those that are `drafted`, -inf for tokens of other clusters.
+) -> list[Tensor]:
+    """[V] of each of the candidates that are `drafted`, those before it known; -inf for tokens of other clusters.
 
     Args:
         read: what the target gives for the text, see `targets_read`.
@@ -96,7 +96,8 @@ def assistant_logits(
     seen = n + keys  # one more is the key of the last token
     state = read.hidden_states[-1][0, n - 1].double()
     scale, embeddings = target.config.hidden_size**0.5, target.get_input_embeddings().weight.double()
-    for token in [text[-1], *drafted]:
+    proposed = []
+    for token in [text[-1], *drafted][: len(drafted)]:
         x = weights["pre_projection.weight"] @ torch.cat([embeddings[token] * scale, state])
         for number, kind in enumerate(config.layer_types):
             key, value = (each[0].double() for each in read.shared_kv_states[kind])
@@ -105,6 +106,11 @@ def assistant_logits(
             x = _layer(weights, f"model.layers.{number}.", config, kind, x, n - 1 + position, *both)
         normed = _rms(x, weights["model.norm.weight"])
         state = weights["post_projection.weight"] @ normed
+        proposed.append(_scores(assistant, weights, normed))
+    return proposed
+
+
+def _scores(assistant: PreTrainedModel, weights: dict, normed: Tensor) -> Tensor:
     scores = weights["lm_head.weight"] @ normed
     if not assistant.config.use_ordered_embeddings:
         return scores

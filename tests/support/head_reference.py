@@ -1,4 +1,4 @@
-"""What a draft head must propose: the whole text in, without a cache, logits of one candidate out, in float64.
+"""What a draft head must propose: the whole text in, without a cache, logits of candidates out, in float64.
 
 Written from the papers' and engines' descriptions of each head alone; it shares nothing with the package. Positions
 count from the first token of a row, without pads. x_0 .. x_n is the text so far, of which the target has read all but
@@ -13,28 +13,33 @@ from head_files import EPS, GROUPS, HEAD_DIM, HEADS, TinyHead
 from torch import Tensor, nn
 
 
-def head_logits(
-    head: TinyHead, embeddings: Tensor, output: Tensor, tokens: Sequence[int], states: Sequence[Tensor], drafted=()
-) -> Tensor:
-    """[V] the logits of the candidate behind those that are `drafted`, -inf at tokens that the head does not know.
+def round_logits(
+    head: TinyHead, embeddings: Tensor, output: Tensor, tokens: Sequence[int], states: Sequence[Tensor], drafted
+) -> list[Tensor]:
+    """[V] the logits of each candidate of a round, those before it known; -inf at tokens that the head does not know.
 
     Args:
         head: with the fields of its paper.
         embeddings, output: [V, H] the target's own, for heads without.
         tokens: [n + 1] the text so far.
         states: for each of the head's layer ids [n, H]; for Medusa one alone, behind the final norm.
-        drafted: candidates of this round before the one that is asked for.
+        drafted: [K] the candidates of the round; the last one has no influence.
     """
     weights = _doubles(head)
     embeddings = weights.get("embed_tokens.weight", embeddings.double())
     output = weights.get("lm_head.weight", output.double())
     states = [state.double() for state in states]
-    scores = PROPOSALS[head.kind](head, weights, embeddings, output, list(tokens), states, list(drafted))
+    proposed = PROPOSALS[head.kind](head, weights, embeddings, output, list(tokens), states, list(drafted))
     if "d2t" not in weights:
-        return scores
-    full = torch.full((head.vocab,), -torch.inf, dtype=torch.float64)
-    full[torch.arange(len(scores)) + weights["d2t"]] = scores
-    return full
+        return proposed
+    ids = torch.arange(len(weights["d2t"])) + weights["d2t"]
+    nothing = torch.full((head.vocab,), -torch.inf, dtype=torch.float64)
+    return [nothing.index_copy(0, ids, logits) for logits in proposed]
+
+
+def head_logits(head: TinyHead, embeddings: Tensor, output: Tensor, tokens, states, drafted=()) -> Tensor:
+    """[V] the logits of the candidate behind those that are `drafted`."""
+    return round_logits(head, embeddings, output, tokens, states, [*drafted, 0])[-1]
 
 
 def confidences(head: TinyHead, embeddings: Tensor, tokens, states, drafted) -> Tensor:
@@ -155,28 +160,29 @@ def _eagle_layers(head: TinyHead, weights: dict, embedded: Tensor, states: Tenso
     return x
 
 
-def _eagle3(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
+def _eagle3(head, weights, embeddings, output, tokens, states, drafted) -> list[Tensor]:
     """Entry i pairs the state of position i with the token at i + 1; candidates go on with the head's own states."""
     fused = _fuse(weights, torch.cat(states, -1))
-    text = [*tokens[1:], *drafted]
-    while True:
+    text, proposed = [*tokens[1:], *drafted], []
+    for _ in drafted:
         embedded = embeddings[torch.tensor(text[: len(fused)])]
         behind = _eagle_layers(head, weights, embedded, fused)
         normed = _rms(behind, weights["norm.weight"])
-        if len(fused) == len(text):
-            return (normed if head.last_norm else behind)[-1] @ output.T
+        proposed.append((normed if head.last_norm else behind)[-1] @ output.T)
         fused = torch.cat([fused, (normed if head.norm_output else behind)[-1:]])
+    return proposed
 
 
-def _peagle(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
+def _peagle(head, weights, embeddings, output, tokens, states, drafted) -> list[Tensor]:
     """All candidates at once: behind the true entries stand masks, which do not know what was drafted."""
-    masks = weights["mask_hidden"][0].expand(len(drafted), -1)
+    number = len(drafted) - 1
+    masks = weights["mask_hidden"][0].expand(number, -1)
     fused = _fuse(weights, torch.cat([torch.cat(states, -1), masks]))
-    embedded = embeddings[torch.tensor([*tokens[1:], *[head.mask_token] * len(drafted)])]
+    embedded = embeddings[torch.tensor([*tokens[1:], *[head.mask_token] * number])]
     if "mask_embedding" in weights:
-        embedded = torch.cat([embedded[: len(tokens) - 1], weights["mask_embedding"].expand(len(drafted), -1)])
+        embedded = torch.cat([embedded[: len(tokens) - 1], weights["mask_embedding"].expand(number, -1)])
     behind = _eagle_layers(head, weights, embedded, fused)
-    return _rms(behind[-1], weights["norm.weight"]) @ output.T
+    return list(_rms(behind[-number - 1 :], weights["norm.weight"]) @ output.T)
 
 
 def _block(head: TinyHead, weights: dict, embeddings: Tensor, tokens: list[int], states: list[Tensor]) -> Tensor:
@@ -232,65 +238,71 @@ def _convolved(weights: dict, name: str, read: Tensor, x: Tensor, side: int) -> 
     return y
 
 
-def _dflash(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
-    """A slot proposes the token of its own position, or, from the anchor, the one behind it."""
-    slot = len(drafted) + (not head.from_anchor)
-    return _block(head, weights, embeddings, tokens, states)[slot] @ output.T
+def _proposing(head, weights, embeddings, tokens, states, drafted) -> Tensor:
+    """[K, H] the slots that propose: each the token of its own position, or, from the anchor, the one behind it."""
+    return _block(head, weights, embeddings, tokens, states)[0 if head.from_anchor else 1 :][: len(drafted)]
 
 
-def _dspark(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
+def _dflash(head, weights, embeddings, output, tokens, states, drafted) -> list[Tensor]:
+    return list(_proposing(head, weights, embeddings, tokens, states, drafted) @ output.T)
+
+
+def _dspark(head, weights, embeddings, output, tokens, states, drafted) -> list[Tensor]:
     """A block, and on top what each token says of the next one."""
-    slots = _block(head, weights, embeddings, tokens, states)
-    first = 0 if head.from_anchor else 1
+    slots = _proposing(head, weights, embeddings, tokens, states, drafted)
     rank = weights["markov_head.markov_w1.weight"].shape[1]
-    memory, added = torch.zeros(rank, dtype=torch.float64), None
-    for number, before in enumerate([tokens[-1], *drafted]):
-        z, w = slots[number + first], weights["markov_head.markov_w1.weight"][before]
+    memory, proposed = torch.zeros(rank, dtype=torch.float64), []
+    for z, before in zip(slots, [tokens[-1], *drafted], strict=False):
+        w = weights["markov_head.markov_w1.weight"][before]
         if head.markov == "gated":
             w = torch.sigmoid(_project(weights, "markov_head.gate_proj", torch.cat([z, w]))) * w
         elif head.markov == "rnn":
             gate, candidate, out = _project(weights, "markov_head.joint_proj", torch.cat([memory, w, z])).chunk(3)
             memory = torch.sigmoid(gate) * memory + (1 - torch.sigmoid(gate)) * torch.tanh(candidate)
             w = torch.tanh(out)
-        added = weights["markov_head.markov_w2.weight"] @ w
-    return slots[len(drafted) + first] @ output.T + added
+        proposed.append(z @ output.T + weights["markov_head.markov_w2.weight"] @ w)
+    return proposed
 
 
-def _dflash2(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
+def _dflash2(head, weights, embeddings, output, tokens, states, drafted) -> list[Tensor]:
     """The best tokens of a slot, of which the token before and the state choose."""
-    z = _block(head, weights, embeddings, tokens, states)[len(drafted) + (not head.from_anchor)]
-    logits = head.multiplier * (z @ output.T)
-    if head.softcap:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    name, before = "candidate_selector.", [*tokens, *drafted][-1]
-    asked = weights[f"{name}predecessor_codebook"][before] * (weights[f"{name}hidden_projection.weight"] @ z)
-    scores = torch.full_like(logits, -torch.inf)
-    for token in logits.argsort(descending=True)[: head.top_k].tolist():
-        scores[token] = logits[token] + asked @ weights[f"{name}successor_codebook"][token]
-    return scores
+    slots, proposed, name = _proposing(head, weights, embeddings, tokens, states, drafted), [], "candidate_selector."
+    for z, before in zip(slots, [tokens[-1], *drafted], strict=False):
+        logits = head.multiplier * (z @ output.T)
+        if head.softcap:
+            logits = head.softcap * torch.tanh(logits / head.softcap)
+        asked = weights[f"{name}predecessor_codebook"][before] * (weights[f"{name}hidden_projection.weight"] @ z)
+        scores = torch.full_like(logits, -torch.inf)
+        for token in logits.argsort(descending=True)[: head.top_k].tolist():
+            scores[token] = logits[token] + asked @ weights[f"{name}successor_codebook"][token]
+        proposed.append(scores)
+    return proposed
 
 
-def _domino(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
+def _domino(head, weights, embeddings, output, tokens, states, drafted) -> list[Tensor]:
     """What torch's own recurrent unit makes of the tokens before a slot, beside its state."""
-    z = _block(head, weights, embeddings, tokens, states)[len(drafted) + (not head.from_anchor)]
+    slots = _proposing(head, weights, embeddings, tokens, states, drafted)
     size = weights["prefix_gru.weight_hh_l0"].shape[1]
     with torch.random.fork_rng():  # its first weights are drawn, and this may run within a call
         gru = nn.GRU(embeddings.shape[1], size, bias=False, dtype=torch.float64)
     gru.load_state_dict({name: weights[f"prefix_gru.{name}"] for name in ("weight_ih_l0", "weight_hh_l0")})
     with torch.no_grad():
-        prefix = gru(embeddings[torch.tensor([tokens[-1], *drafted])])[1][0]
-    if len(drafted) < head.pure:
-        return z @ output.T
-    inner = nn.functional.silu(weights["embed_proj.0.weight"] @ torch.cat([z, prefix]))
-    return z @ output.T + weights["embed_proj.2.weight"] @ inner
+        prefixes = gru(embeddings[torch.tensor([tokens[-1], *drafted[:-1]])])[0]
+    inner = nn.functional.silu(torch.cat([slots, prefixes], -1) @ weights["embed_proj.0.weight"].T)
+    corrections = inner @ weights["embed_proj.2.weight"].T
+    corrections[: head.pure] = 0
+    return list(slots @ output.T + corrections)
 
 
-def _medusa(head, weights, embeddings, output, tokens, states, drafted) -> Tensor:
+def _medusa(head, weights, embeddings, output, tokens, states, drafted) -> list[Tensor]:
     """Each head reads the newest state alone, and proposes for its own distance."""
-    number, z = len(drafted), states[0][-1]
-    for layer in range(head.layers):
-        z = z + nn.functional.silu(_project(weights, f"{number}.{layer}.linear", z))
-    return weights[f"{number}.{head.layers}.weight"] @ z
+    proposed = []
+    for number in range(len(drafted)):
+        z = states[0][-1]
+        for layer in range(head.layers):
+            z = z + nn.functional.silu(_project(weights, f"{number}.{layer}.linear", z))
+        proposed.append(weights[f"{number}.{head.layers}.weight"] @ z)
+    return proposed
 
 
 PROPOSALS = {"eagle3": _eagle3, "peagle": _peagle, "dflash": _dflash, "dspark": _dspark, "dflash2": _dflash2}

@@ -51,7 +51,6 @@ def made_round(
         "emitted": gained if emitted is None else emitted,
         "tokens": [[0] * number for number in (gained if emitted is None else emitted)],
         "accepted": accepted,
-        "judged": [min(a + 1, k) for k, a in zip(lengths, accepted, strict=True)],
         "num_new_tokens": gained,
         "acceptance": kept,
         "overlap": kept,

@@ -66,26 +66,60 @@ def test_a_draft_goes_stale_once_the_target_has_moved():
     assert callback.strategy.report.emitted == 48
 
 
-def test_too_few_candidates_tell_nothing():
-    """The chance of a false alarm is kept small by their number; what does not draft at all is not counted."""
+def test_too_few_candidates_are_said_once():
+    """At the end of a training, or where a draft that drafted does so no more."""
     target = tiny()
-    callback = SpeculationCallback(SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4), window=1)
+    callback = SpeculationCallback(SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4), window=2)
     loop = Loop(target, callback)
-    for _ in range(2):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         loop.steps(1)
         train(target, 3.0)
+        loop.steps(3)
     assert (callback.start_alpha, callback.alpha, callback.is_stale) == (None, None, False)
-    callback.strategy.num_draft_tokens = 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loop.steps(1)
-    assert len(callback.history) == 2
-    callback.detach()
-    callback.detach()
+    with pytest.warns(
+        UserWarning, match="of the last 4 calls of generate 4 drafted, and [0-9]+ candidates were"
+    ) as caught:
+        callback.on_train_end(None, loop.state, None)
+    assert len(caught) == 1
     assert "generate" not in vars(target)
 
 
-@pytest.mark.parametrize("options", [{"window": 0}, {"window": 2.0}, {"stale_below": 1.0}, {"stale_below": "half"}])
+@pytest.mark.usefixtures("few")
+def test_a_draft_that_drafts_no_more_is_said():
+    target = tiny()
+    callback = SpeculationCallback(SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4), window=2)
+    loop = Loop(target, callback)
+    loop.steps(4)
+    assert callback.alpha is not None
+    callback.strategy.num_draft_tokens = 0
+    with pytest.warns(UserWarning, match="of the last 16 calls of generate 0 drafted, and 0 candidates") as caught:
+        loop.steps(17)
+    assert len([each for each in caught if "too few" in str(each.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        callback.on_train_end(None, loop.state, None)
+    assert len(callback.history) == 4
+
+
+def test_false_alarms_and_misses(monkeypatch: pytest.MonkeyPatch):
+    """At the share itself 5 of 100 runs may be called stale; 12 or more would be by chance once in 200 tests."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    from stale import first_alarm
+
+    def alarms(fall: float, runs: int, comparisons: int, **options) -> int:
+        return sum(first_alarm(run, fall, comparisons, false_alarm=0.05, **options) is not None for run in range(runs))
+
+    assert alarms(0.8, runs=100, comparisons=6) < 12
+    assert alarms(1.0, runs=50, comparisons=6) == 0
+    assert alarms(0.6, runs=50, comparisons=2) == 50
+    monkeypatch.setattr(module.StaleTest, "_is_below", lambda _, start, now: now.alpha < 0.8 * start.alpha)
+    assert alarms(0.8, runs=100, comparisons=6) > 50  # what compares means alone
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": 1}, {"window": 2.0}, {"stale_below": 1.0}, {"stale_below": "half"}, {"false_alarm": 0.5}]
+)
 def test_misuse(options: dict):
     with pytest.raises(ValueError, match=next(iter(options))):
         SpeculationCallback("suffix", **options)
@@ -93,19 +127,19 @@ def test_misuse(options: dict):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("learning_rate", "goes_stale"), [(0.0, False), (0.03, True)])
+@pytest.mark.parametrize(("learning_rate", "goes_stale"), [(0.0, False), (0.003, True)])
 def test_grpo_trains_with_it(few: None, tmp_path: Path, learning_rate: float, goes_stale: bool):
     """Every rollout is drafted; a target that stands still keeps its draft, and one that moves far does not."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     pair = DraftTargetPair.embedded()
-    callback = SpeculationCallback(SpeculativeDecoding(pair.draft, num_draft_tokens=4), window=2)
+    callback = SpeculationCallback(SpeculativeDecoding(pair.draft, num_draft_tokens=4), window=8)
     attached: list[bool] = []
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         attached.append("generate" in vars(pair.target))
         return [float(len(set(text))) for text in completions]
 
-    sizes = {"max_steps": 8, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 24}
+    sizes = {"max_steps": 32, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 24}
     plain = {"gradient_checkpointing": False, "bf16": False, "use_cpu": True, "report_to": [], "save_strategy": "no"}
     trainer = trl.GRPOTrainer(
         model=pair.target,

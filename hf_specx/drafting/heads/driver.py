@@ -107,7 +107,7 @@ class HeadDrafter(TreeDrafter):
         self.draft_logits: list[torch.Tensor] = []
         self.confidences: list[torch.Tensor] = []
         self.row_numbers = torch.arange(num_rows, device=self.device)
-        self.misread_watch = MisreadWatch()
+        self.misread_watch = MisreadWatch(self.network.config)
         self.admit(context.batch, context.batch.rows)
 
     def _make_runner(self, context: DraftContext) -> Any:
@@ -137,7 +137,7 @@ class HeadDrafter(TreeDrafter):
         ends = [flags.index(True) if True in flags else draft.tokens.shape[1] for flags in unsure]
         return draft._replace(lengths=[min(length, end) for length, end in zip(draft.lengths, ends, strict=True)])
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         more = len(batch.counts) - len(self.num_computed_tokens)
         self.num_computed_tokens += [0] * more
         self.num_prompt_states += [0] * more
@@ -395,7 +395,7 @@ class HeadDrafter(TreeDrafter):
         return impossible.index_copy_(-1, self.ids, logits)
 
     def misread_reason(self, batch: Batch) -> str:
-        return self.misread_watch.reason(self.network.config, batch)
+        return self.misread_watch.reason()
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return lambda count: self.dummy_run(batch)

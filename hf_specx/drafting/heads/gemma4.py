@@ -125,7 +125,7 @@ class AssistantDrafter(TreeDrafter):
     def _ready(self, batch: Batch) -> Any:
         return self
 
-    def seat_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+    def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         self.newest_states = self.newest_states.index_select(0, previous_indices.to(self.newest_states.device))
 
     def admit(self, batch: Batch, rows: list[int]) -> None:

@@ -1,100 +1,136 @@
 """Whether a head's candidates look as if its files were misread: hardly any is accepted, or they fit another place."""
 
-from collections import deque
-from typing import NamedTuple
-
 import torch
 
-from hf_specx.common.batch import Batch
+from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Round
 
 from .config import BLOCK_KINDS, EAGLE_KINDS, HeadConfig
 
 
 MIN_FIRST_CANDIDATES = 64  # first candidates of rows, below which nothing is said
-CHANCE_SHARE = 1 / 8  # of them; of trained heads a half or more are accepted, of those that were misread one in ten
+CHANCE_SHARE = 1 / 8  # of them, up to which no more than chance is accepted
 SHIFT_UP_TO = 1 / 2  # of them, up to which it is looked where the candidates of a block fit
-MIN_FITTING_SHARE = 0.15  # of the candidates, at least, that are the token one place on or back
-REMEMBERED_ROUNDS = 64  # of which candidates are looked at
+MIN_SHIFT_GAIN = 0.1  # by which candidates fit another place better than their own, at least
+MIN_STANDARD_ERRORS = 4.0  # of that gain
+COMPARED_ROUNDS = 128
 OPTIONS_TO_TRY = dict.fromkeys(BLOCK_KINDS, "layout=, is_causal=, layer_ids= or partial_rotary_factor=")
 OPTIONS_TO_TRY |= dict.fromkeys(EAGLE_KINDS, "layer_ids=, norm_output= or partial_rotary_factor=")
 
 
-class Proposed(NamedTuple):
-    """The candidates [R, K] of a round, and after how many emitted tokens of which rows they stand."""
-
-    tokens: torch.Tensor
-    lengths: list[int]
-    rows: list[int]
-    before: list[int]
-
-
 class MisreadWatch:
-    """Counts how many of a head's first candidates are accepted in a call.
+    """Counts how many of a head's first candidates are accepted in a call, and looks where those of a block fit.
 
-    After 64 candidates a head of which three in ten are accepted is reported with probability 9e-4, one of which one
-    in ten is accepted with 0.81, and one in twenty with 0.99. The layout of a block is named by where its candidates
-    fit. No forward is run for it, and candidates are read back once, for a head that is reported.
+    In rounds of a block of which at most half of the first candidates are accepted, three candidates are compared with
+    the target at the place behind the text: the first one, the second one, and the first one of a round before in
+    which one token was emitted. If one of the latter two fits better, the head was trained for the place before its
+    own, or for the one behind it. How well a candidate fits is the overlap Σ min(p, q); of one that was not drawn, it
+    is 1 if it is the token that was emitted. No forward is run for it, and nothing is read back before the end.
+
+    Attributes:
+        gains: by what is added to a candidate's place, for each round how much better it fits there than at its own,
+            for the rows that have both.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: HeadConfig) -> None:
+        self.config = config
         self.first_drafted = self.first_accepted = 0
-        self.rounds: deque[Proposed] = deque(maxlen=REMEMBERED_ROUNDS)
+        self.num_compared = 0
+        self.gains: dict[int, list[torch.Tensor]] = {-1: [], 1: []}
+        # the first candidates [R] of the last round, with q [R, V] if they were drawn, and its rows by number
+        self.last_first: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self.rows_of_last: dict[int, int] = {}
 
     def observe(self, done: Round, source: str) -> None:
         """Count a round, as far as the candidates are of this source."""
         drafts = zip(done.draft.lengths, done.draft.sources, strict=True)
         lengths = [length if drafted_by == source else 0 for length, drafted_by in drafts]
-        if any(lengths):
-            self.first_drafted += sum(length > 0 for length in lengths)
-            accepted = [number for number, length in zip(done.accepted_in_chain, lengths, strict=True) if length]
-            self.first_accepted += sum(number > 0 for number in accepted)
-            self.rounds.append(Proposed(done.draft.tokens, lengths, list(done.rows), list(done.emitted_before)))
+        accepted = [number for number, length in zip(done.accepted_in_chain, lengths, strict=True) if length]
+        self.first_drafted += len(accepted)
+        self.first_accepted += sum(number > 0 for number in accepted)
+        is_poor = accepted and self.first_accepted <= SHIFT_UP_TO * self.first_drafted
+        if self.config.kind in BLOCK_KINDS and is_poor and self.num_compared < COMPARED_ROUNDS:
+            self.num_compared += 1
+            self._compare(done, lengths)
+        else:
+            self.rows_of_last = {}
+
+    def _compare(self, done: Round, lengths: list[int]) -> None:
+        """Note how much better candidates fit the place behind the text than the first one does."""
+        tokens, probs = done.draft.tokens, done.draft.probs
+        target = None if probs is None else done.scores[:, 0].softmax(-1)
+        emitted = to_device_async([of_row[0] if of_row else -1 for of_row in done.tokens], tokens.device)
+        first = tokens[:, 0], None if probs is None else probs[:, 0]
+        fit = fits(*first, target, emitted)
+        with_second = [index for index, length in enumerate(lengths) if length > 1 and done.tokens[index]]
+        if with_second:
+            second = tokens[:, 1], None if probs is None else probs[:, 1]
+            self._note(-1, fits(*second, target, emitted) - fit, with_second)
+        with_last = [
+            index
+            for index, row in enumerate(done.rows)
+            if lengths[index] and done.tokens[index] and row in self.rows_of_last
+        ]
+        if with_last and self.last_first is not None:
+            sources = to_device_async([self.rows_of_last.get(row, 0) for row in done.rows], tokens.device)
+            last_tokens, last_probs = self.last_first
+            last_probs = None if last_probs is None or probs is None else last_probs.index_select(0, sources)
+            self._note(1, fits(last_tokens.index_select(0, sources), last_probs, target, emitted) - fit, with_last)
+        self.last_first = first
+        self.rows_of_last = {
+            row: index for index, row in enumerate(done.rows) if lengths[index] and done.emitted[index] == 1
+        }
+
+    def _note(self, shift: int, gain: torch.Tensor, indices: list[int]) -> None:
+        self.gains[shift].append(gain.index_select(0, to_device_async(indices, gain.device)))
 
     def forget_rows(self, rows: list[int]) -> None:
         """Leave out what was proposed for these rows, where other texts come in."""
-        for index, proposed in enumerate(self.rounds):
-            by_row = zip(proposed.rows, proposed.lengths, strict=True)
-            lengths = [0 if row in rows else length for row, length in by_row]
-            self.rounds[index] = proposed._replace(lengths=lengths)
+        self.rows_of_last = {row: index for row, index in self.rows_of_last.items() if row not in rows}
 
-    def reason(self, config: HeadConfig, batch: Batch) -> str:
+    def reason(self) -> str:
         """What to say of the head, and which option of loading to try; nothing if it fits."""
-        drafted, accepted = self.first_drafted, self.first_accepted
-        if drafted < MIN_FIRST_CANDIDATES or accepted > SHIFT_UP_TO * drafted or config.kind not in OPTIONS_TO_TRY:
+        drafted, accepted, kind = self.first_drafted, self.first_accepted, self.config.kind
+        if drafted < MIN_FIRST_CANDIDATES or accepted > SHIFT_UP_TO * drafted or kind not in OPTIONS_TO_TRY:
             return ""
         message = f"the head's first candidates were kept {accepted} of {drafted} times"
-        if config.kind in BLOCK_KINDS:
-            shift, layout = (-1, "fill-in") if config.sample_from_anchor else (1, "anchor")
-            fitting = self._share_fitting(batch, 0)
-            fitting_shifted = self._share_fitting(batch, shift)
-            if fitting_shifted > max(MIN_FITTING_SHARE, 2 * fitting):
+        if kind in BLOCK_KINDS:
+            shift, option = (-1, "fill-in") if self.config.sample_from_anchor else (1, "anchor")
+            gain = self._gain(shift)
+            if gain:
                 direction = "on" if shift > 0 else "back"
                 return (
-                    f"{message}, and {fitting_shifted:.0%} of all candidates are the token one place {direction}: "
-                    f"load it by DraftHead.from_pretrained(..., layout={layout!r})."
+                    f"{message}, and candidates fit the place one {direction} better, by {gain:.2f}: "
+                    f"load it by DraftHead.from_pretrained(..., layout={option!r})."
                 )
         if accepted > CHANCE_SHARE * drafted:
             return ""
         return (
             f"{message}, no more than by chance: if it was made for this target, its files do not say all that "
-            f"matters; try {OPTIONS_TO_TRY[config.kind]} of DraftHead.from_pretrained, or choose another head."
+            f"matters; try {OPTIONS_TO_TRY[kind]} of DraftHead.from_pretrained, or choose another head."
         )
 
-    def _share_fitting(self, batch: Batch, shift: int) -> float:
-        """Which part of the candidates are the token so many places on in the text."""
-        if not self.rounds:
+    def _gain(self, shift: int) -> float:
+        """How much better candidates fit with this added to their place; 0 if that may be chance."""
+        if not self.gains[shift]:
             return 0.0
-        tokens = iter(torch.cat([proposed.tokens.flatten() for proposed in self.rounds]).tolist())
-        fitting = compared = 0
-        for proposed in self.rounds:
-            num_columns = proposed.tokens.shape[1]
-            for row, length, before in zip(proposed.rows, proposed.lengths, proposed.before, strict=True):
-                text = batch.row_states[row].emitted_ids
-                for column in range(num_columns):
-                    token, index = next(tokens), before + column + shift
-                    # the first position of a block may be trained for nothing
-                    if column < length and index < len(text) and column + shift >= 0:
-                        fitting += text[index] == token
-                        compared += 1
-        return fitting / max(1, compared)
+        gains = torch.cat(self.gains[shift]).double()
+        mean, error = float(gains.mean()), float(gains.std(correction=0)) / len(gains) ** 0.5
+        is_certain = len(gains) >= MIN_FIRST_CANDIDATES / 2 and mean > MIN_STANDARD_ERRORS * error
+        return mean if mean > MIN_SHIFT_GAIN and is_certain else 0.0
+
+
+def fits(
+    tokens: torch.Tensor, probs: torch.Tensor | None, target: torch.Tensor | None, emitted: torch.Tensor
+) -> torch.Tensor:
+    """[R] how well candidates fit: Σ min(p, q), or whether they are the emitted tokens.
+
+    Args:
+        tokens: [R], the candidates.
+        probs: [R, V], what they were drawn from; None if they were not drawn.
+        target: [R, V], the target's distribution; None if nothing is drawn.
+        emitted: [R].
+    """
+    if probs is None or target is None:
+        return (tokens == emitted).to(torch.float32)
+    return torch.minimum(probs.to(target.dtype), target).sum(-1)

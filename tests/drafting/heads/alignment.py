@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from head_files import TinyHead, write
-from head_reference import confidences, head_logits, target_states
+from head_reference import confidences, round_logits, target_states
 from plain import assert_plain
 from tiny import tiny
 from torch.nn.utils.rnn import pad_sequence
@@ -62,8 +62,7 @@ class Aligned:
     def _compare(self, done: Round, index: int, text: list[int], states: Any) -> None:
         self.row, length = done.rows[index], done.draft.lengths[index]
         drafted = done.draft.tokens[index, :length].tolist()
-        for place in range(length):
-            logits = self.logits(text, states, drafted[:place])
+        for place, logits in enumerate(self.logits(text, states, drafted)):
             self.compared += 1
             if done.draft.probs is None:
                 right = int(logits.argmax()) == drafted[place]
@@ -92,11 +91,14 @@ class Aligned:
         lengths = [len(text) - 1 for text in texts.values()]
         return [[state[index, self.prefix : length] for state in by_layer] for index, length in enumerate(lengths)]
 
-    def logits(self, text: Sequence[int], states: list[torch.Tensor], drafted: Sequence[int]) -> torch.Tensor:
+    def logits(self, text: Sequence[int], states: list[torch.Tensor], drafted: Sequence[int]) -> list[torch.Tensor]:
+        """[V] of each candidate, those before it known; the last one has no influence."""
+        if not drafted:
+            return []
         table = self.target.get_input_embeddings()
         embeddings = table.weight * getattr(table, "embed_scale", 1.0)  # of Gemma
         output = self.target.get_output_embeddings().weight
-        return head_logits(self.head, embeddings, output, text[self.prefix :], states, drafted)
+        return round_logits(self.head, embeddings, output, text[self.prefix :], states, drafted)
 
 
 class NodesAligned(Aligned):
@@ -123,7 +125,7 @@ class NodesAligned(Aligned):
         for node, (path, rank) in enumerate(zip(tree.node_prefixes[1:], tree.ranks, strict=True)):
             before = path[:-1]
             if before not in behind:
-                behind[before] = self.logits(text, states, [drafted[number] for number in before])
+                behind[before] = self.logits(text, states, [*(drafted[number] for number in before), 0])[-1]
             logits = behind[before]
             self.compared += 1
             logit, right = logits[drafted[node]], logits.sort(descending=True).values[rank]

@@ -1,6 +1,7 @@
 """Assistants of Gemma 4 propose what they must over the target's own keys, in rows of unequal length, without loss."""
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Beside(Aligned):
     def states(self, texts: dict[int, list[int]]) -> list[Any]:
         return targets_read(self.target, list(texts.values()))
 
-    def logits(self, text: Sequence[int], states: Any, drafted: Sequence[int]) -> torch.Tensor:
+    def logits(self, text: Sequence[int], states: Any, drafted: Sequence[int]) -> list[torch.Tensor]:
         return assistant_logits(self.head, self.target, states, text, drafted, **self.variant)
 
 
@@ -159,9 +160,9 @@ def test_the_computation_is_that_of_transformers(kind: str, monkeypatch: pytest.
     assistant.generation_config.num_assistant_tokens = 4
     target.generate(left_padded(1)["input_ids"], **GREEDY, assistant_model=assistant)
     text, drafted, logits = next(proposal for proposal in seen if proposal[1])
+    assert len(drafted) == 4
     (read,) = targets_read(target, [text])
-    for place in range(4):
-        expected = assistant_logits(assistant, target, read, text, drafted[:place], position=1, window=1)
+    for place, expected in enumerate(assistant_logits(assistant, target, read, text, drafted, position=1, window=1)):
         assert torch.allclose(logits[0, place].double(), expected, atol=1e-3)
 
 
@@ -242,7 +243,7 @@ def test_grammars(assistant: dict[str, Any]):
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["E2B", "31B", pytest.param("12B", marks=pytest.mark.slow)])
 def test_compiled_targets(kind: str, traced: None):
     """Buffers with idle rows, and rings of a fixed length."""
     target, assistant = pair(kind)
@@ -294,8 +295,9 @@ def of_five(**changes: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
     return target, assistant_of(target, **changes)
 
 
-LAW = [("token", "clusters"), ("block", "whole")]
-LAW += [pytest.param(*case, marks=pytest.mark.slow) for case in (("token", "whole"), ("block", "clusters"))]
+LAW = [("token", "clusters")]
+OTHERS = [case for case in product(["token", "block"], ["clusters", "whole"]) if case not in LAW]
+LAW += [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS]
 FALSE_ALARM = 1e-4 / (2 * len(LAW))  # of one p-value; over all choices of seeds some test fails with 1e-4
 COOL = {"temperature": 0.7}
 

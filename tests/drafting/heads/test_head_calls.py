@@ -68,7 +68,8 @@ def test_queues(kind: str, shares_prefix: bool, tmp_path: Path, monkeypatch: pyt
     watch.check(50 if cut else 200)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", *forms()])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", *FORMS])
 def test_a_long_queue(kind: str, tmp_path: Path):
     _, draft, target = head_draft_target(kind, tmp_path)
     options = {"batch_size": 16, "do_sample": False, "max_new_tokens": 6, **ENDS}
@@ -236,12 +237,14 @@ class Certain(Drafter):
         candidates = [self.texts[row][batch.counts[row] : self.counts[row]][:length] for row, length in rows]
         tokens = pad_sequence([torch.tensor(ids, dtype=torch.int64) for ids in candidates], batch_first=True)
         return Draft(
-            tokens, list(map(len, candidates)), source="certain", estimate=[[1.0] * len(ids) for ids in candidates]
+            tokens, list(map(len, candidates)), source="certain", acceptance=[[1.0] * len(ids) for ids in candidates]
         )
 
 
-WAITING = [(kind, compile) for kind in PLAIN for compile in (False, True)] + [("domino", False)]
-SLOWLY = [pytest.param(form, compile, marks=pytest.mark.slow) for form in FORMS for compile in (False, True)]
+# compiled by default are those that test_alignment.py compiles slowly
+WAITING = [("eagle3", False), ("peagle", True), ("dspark", False), ("medusa", True), ("domino", True)]
+BOTH = [(kind, compile) for kind in KINDS for compile in (False, True)]
+SLOWLY = [pytest.param(*case, marks=pytest.mark.slow) for case in BOTH if case not in WAITING]
 
 
 @pytest.mark.usefixtures("traced")

@@ -32,8 +32,8 @@ class Seen(Aligned):
             inputs["image_grid_thw"] = torch.tensor([[1, 4, 2 * SIDES[row]]])
         return [state[0] for state in target_states(self.target, self.head.layer_ids or [None], **inputs)]
 
-    def logits(self, *args) -> torch.Tensor:
-        return super().logits(*args).index_fill(0, torch.tensor([IMAGE]), -torch.inf)
+    def logits(self, *args) -> list[torch.Tensor]:
+        return [logits.index_fill(0, torch.tensor([IMAGE]), -torch.inf) for logits in super().logits(*args)]
 
     def positions(self) -> torch.Tensor:
         """A picture behind two words takes one position in time, and the next word comes behind its longer side."""

@@ -35,8 +35,13 @@ def head(kind: str, folder: Path) -> DraftHead:
     return loaded(random_head(kind.split()[0], **KINDS[kind]), folder / "head", models()[0], **layers)
 
 
-@pytest.mark.parametrize("verification", ["token", "block"])
-@pytest.mark.parametrize("kind", KINDS)
+CASES = [(kind, verification) for kind in KINDS for verification in ("token", "block")]
+# each kind by one of the two, in turns, and the other one slowly: what a head adds to the law is its q
+BY_DEFAULT = [(kind, ("token", "block")[number % 2]) for number, kind in enumerate(KINDS)]
+SLOWLY = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in BY_DEFAULT]
+
+
+@pytest.mark.parametrize(("kind", "verification"), [*BY_DEFAULT, *SLOWLY])
 def test_law(kind: str, verification: str, tmp_path: Path):
     strategy = SpeculativeDecoding(head(kind, tmp_path), num_draft_tokens=3, verification=verification)
     tokens = first_tokens(strategy, **ENOUGH)
@@ -44,7 +49,7 @@ def test_law(kind: str, verification: str, tmp_path: Path):
     assert min(p_values(tokens, exact_distribution([]))) > 1e-4 / NUM_TESTS
 
 
-@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("verification", ["block", pytest.param("token", marks=pytest.mark.slow)])
 def test_law_where_the_head_ends_rows(verification: str, tmp_path: Path):
     """Its confidence cuts a row's candidates, and does not look at the one that is cut."""
     strategy = SpeculativeDecoding(head("dspark", tmp_path), num_draft_tokens=3, verification=verification)

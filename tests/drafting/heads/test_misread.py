@@ -12,7 +12,6 @@ from head_files import random_head
 from tiny import prompts
 
 from hf_specx import SpeculativeDecoding, SuffixDraft
-from hf_specx.common.batch import RowState
 from hf_specx.common.round import Draft
 from hf_specx.drafting.heads.config import HeadConfig
 from hf_specx.drafting.heads.misread import CHANCE_SHARE, MIN_FIRST_CANDIDATES, MisreadWatch
@@ -23,43 +22,68 @@ BLOCK = HeadConfig(kind="dspark", sample_from_anchor=True)
 
 
 def watched(
-    shift: int | None, accepted: float = 0.0, rounds: int = 100, source: str = "head"
-) -> tuple[MisreadWatch, Any]:
-    """After rounds of one row with four candidates, half of which are the tokens so many places on."""
-    watch, draws = MisreadWatch(), torch.Generator().manual_seed(1)
+    shift: int | None,
+    accepted: float = 0.0,
+    rounds: int = 100,
+    source: str = "head",
+    config: HeadConfig = BLOCK,
+    drawn: bool = False,
+    new_requests: bool = False,
+) -> MisreadWatch:
+    """After rounds of one row with four candidates, half of which are the tokens so many places on.
+
+    With `drawn`, they are drawn from distributions that have half of their mass there.
+    """
+    watch, draws, begin = MisreadWatch(config), torch.Generator().manual_seed(1), 0
     for number in range(rounds):
-        right = [TEXT[max(0, 1 + 3 * number + place + (shift or 0))] for place in range(4)]
+        right = torch.tensor([TEXT[max(0, begin + place + (shift or 0))] for place in range(4)])
         coin = torch.rand(4, generator=draws) < (0.5 if shift is not None else 0.0)
-        tokens = torch.where(coin, torch.tensor(right), 2000)[None]
-        draft = Draft(tokens, [4], source=source)
-        num_accepted = int(torch.rand((), generator=draws) < accepted)
-        counts = {"emitted_before": [1 + 3 * number], "first_accepted": [num_accepted]}
-        done: Any = SimpleNamespace(draft=draft, rows=[0], **counts)
+        tokens, probs, scores = torch.where(coin, right, 2000)[None], None, None
+        if drawn:
+            mass = torch.full((4,), 0.5 if shift is not None else 0.0)
+            probs = torch.zeros(4, 2001).scatter(1, right[:, None], mass[:, None])[None]
+            probs[0, :, 2000] += 1 - probs[0].sum(-1)
+            scores = torch.full((1, 1, 2001), -torch.inf).index_fill(2, torch.tensor([TEXT[begin]]), 0.0)
+        num_accepted, num_emitted = int(torch.rand((), generator=draws) < accepted), 1 + 2 * (number % 2)
+        done: Any = SimpleNamespace(
+            draft=Draft(tokens, [4], probs, source=source),
+            rows=[0],
+            emitted=[num_emitted],
+            tokens=[TEXT[begin : begin + num_emitted]],
+            accepted_in_chain=[num_accepted],
+            scores=scores,
+        )
         watch.observe(done, "head")
-    return watch, SimpleNamespace(row_states=[RowState(emitted_ids=TEXT)])
+        if new_requests:
+            watch.forget_rows([0])
+        begin += num_emitted
+    return watch
 
 
-def test_layouts_are_named_by_where_candidates_fit():
-    for shift, anchor, layout in ((-1, True, "fill-in"), (1, False, "anchor")):
-        watch, batch = watched(shift, accepted=0.2)
-        reason = watch.reason(HeadConfig(kind="dflash", sample_from_anchor=anchor), batch)
-        assert f"layout={layout!r}" in reason
-        assert not watch.reason(HeadConfig(kind="dflash", sample_from_anchor=not anchor), batch)  # no other way round
-    watch, batch = watched(0, accepted=0.2)
-    assert not watch.reason(BLOCK, batch)
-    watch, batch = watched(-1)
-    watch.forget_rows([0])  # of other texts nothing is known
-    assert "layout=, is_causal=" in watch.reason(BLOCK, batch)
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize(("shift", "from_anchor", "option"), [(-1, True, "fill-in"), (1, False, "anchor")])
+def test_layouts_are_named_by_where_candidates_fit(shift: int, from_anchor: bool, option: str, drawn: bool):
+    misread, other = (HeadConfig(kind="dflash", sample_from_anchor=flag) for flag in (from_anchor, not from_anchor))
+    options: dict[str, Any] = {"accepted": 0.2, "drawn": drawn}
+    assert f"layout={option!r}" in watched(shift, config=misread, **options).reason()
+    assert not watched(shift, config=other, **options).reason()  # no other way round
+    assert not watched(0, config=misread, **options).reason()
+    assert not watched(shift, config=HeadConfig(kind="eagle3"), **options).reason()
+    assert not watched(1, rounds=30, config=misread, **options).reason()
+    if shift > 0:  # of other texts nothing is known
+        assert not watched(shift, config=misread, new_requests=True, **options).reason()
 
 
 def test_heads_of_which_nothing_is_kept_are_told_what_to_try():
-    watch, batch = watched(None, accepted=0.05)
-    assert "no more than by chance" in watch.reason(BLOCK, batch)
-    assert "norm_output=" in watch.reason(HeadConfig(kind="eagle3"), batch)
-    assert not watch.reason(HeadConfig(kind="medusa"), batch)  # of which nothing can be overridden
-    assert not watched(None, accepted=0.3)[0].reason(BLOCK, batch)
-    assert not watched(None, rounds=MIN_FIRST_CANDIDATES - 1)[0].reason(BLOCK, batch)
-    assert not watched(None, source="suffix")[0].reason(BLOCK, batch)
+    reason = watched(None, accepted=0.05).reason()
+    assert "no more than by chance" in reason
+    assert "layout=, is_causal=" in reason
+    assert "norm_output=" in watched(None, accepted=0.05, config=HeadConfig(kind="eagle3")).reason()
+    # of which nothing can be overridden
+    assert not watched(None, accepted=0.05, config=HeadConfig(kind="medusa")).reason()
+    assert not watched(None, accepted=0.3).reason()
+    assert not watched(None, rounds=MIN_FIRST_CANDIDATES - 1).reason()
+    assert not watched(None, source="suffix").reason()
 
 
 def test_false_alarms_and_power_as_stated():
