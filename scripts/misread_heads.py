@@ -236,7 +236,7 @@ class Study:
     def run_calls(self, draft: DraftHead, sort: str = "source", temperature: float = 1.0) -> Calls:
         """Short calls with `ROWS` prompts each."""
         options = SAMPLED | {"temperature": temperature, "max_new_tokens": NEW_TOKENS, "pad_token_id": 1}
-        reports = []
+        reports: list[Any] = []
         for number, ids in enumerate(self.prompts[sort][NUM_HELD_OUT:].split(ROWS)):
             strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification="token")
             torch.manual_seed(self.seed + number)

@@ -68,14 +68,13 @@ class Draft(NamedTuple):
         lengths = [min(length, most + sum(flags)) for length, flags in zip(self.lengths, forced, strict=True)]
         if lengths == self.lengths:
             return self
-        estimate, parents = self.estimate, self.parents
-        if estimate is not None:
-            estimate = [of_row[:length] for of_row, length in zip(estimate, lengths, strict=True)]
+        acceptance, parents = self.acceptance, self.parents
+        if acceptance is not None:
+            acceptance = [of_row[:length] for of_row, length in zip(acceptance, lengths, strict=True)]
         if parents is not None:
             parents = [of_row[:length] for of_row, length in zip(parents, lengths, strict=True)]
-        return self._replace(
-            tokens=self.tokens[:, : max(lengths)], lengths=lengths, estimate=estimate, parents=parents
-        )
+        tokens = self.tokens[:, : max(lengths)]
+        return self._replace(tokens=tokens, lengths=lengths, acceptance=acceptance, parents=parents)
 
     @property
     def sources(self) -> list[str]:

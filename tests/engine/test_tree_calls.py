@@ -122,8 +122,8 @@ class Long(Drafter):
     def propose(self, batch, lengths):
         rows, parents = len(batch.rows), (*range(-1, 19), *range(-1, 19))
         ids = torch.arange(40, device=batch.ids.device).repeat(rows, 1) % VOCAB_SIZE
-        estimate = [[0.5**place for place in range(40)]] * rows
-        return Draft(ids, [40] * rows, None, "long", estimate=estimate, parents=[parents] * rows)
+        acceptance = [[0.5**place for place in range(40)]] * rows
+        return Draft(ids, [40] * rows, None, "long", acceptance=acceptance, parents=[parents] * rows)
 
 
 @pytest.mark.parametrize(("tree", "most"), [(7, 7), (25, 25), ("auto", 40), (False, 20)])
