@@ -55,7 +55,7 @@ def run_bench(
     """Time methods in turns; one that fails is recorded with its error, and the others go on.
 
     Returns:
-        Plain values: "settings", "pair" (numbers of parameters), "prompts" (`facts_of`), "provenance" with the
+        Values of JSON: "settings", "pair" (numbers of parameters), "prompts" (`facts_of`), "provenance" with the
         `command` that was typed, and "methods" by name: the runs of each and their medians, or under "unavailable" why
         there are none.
     """

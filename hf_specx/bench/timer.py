@@ -142,7 +142,7 @@ class Timing:
         return figures
 
     def to_dict(self) -> dict[str, Any]:
-        """Seconds and tokens of each run, and the median rate, as plain values."""
+        """Seconds and tokens of each run, and the median rate, as JSON has them."""
         runs = {name: [getattr(run, name) for run in self.runs] for name in ("seconds", "tokens")}
         return runs | {"tokens_per_second": self.tokens_per_second}
 
@@ -274,7 +274,7 @@ class Comparison:
         return statistics.median(run.seconds / max(1, run.longest_row) for run in self.plain.runs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Times and ratios as plain values; the numbers of candidates run by run, since "auto" learns from each."""
+        """Times and ratios as JSON has them; the numbers of candidates run by run, since "auto" learns from each."""
         numbers = [report.num_draft_tokens for report in self.ours.reports]
         times = {name: timing.to_dict() for name, timing in vars(self).items() if timing is not None}
         return times | {"num_draft_tokens": numbers} | self.ratios

@@ -20,45 +20,62 @@ class Recorder:
 
     def observe(self, done: Round) -> None:
         """Record one round of one row."""
-        accepted, drafted = done.accepted[0], done.draft.lengths[0]
+        accepted = done.accepted[0]
         first = done.batch.width + done.emitted_before[0]
         emitted = done.batch.ids[done.rows[0], first : first + done.emitted[0]].tolist()
-        ranks, num_first = done.accepted_ranks[0], done.accepted_in_chain[0]
-        chain = done.draft.tokens[0].tolist()
-        proposed, number = chain, drafted
-        if done.tree is not None:  # the branch that was taken, and the first choice that was judged behind it
-            proposed = emitted[:accepted] + (chain[accepted : accepted + 1] if num_first == accepted else [])
-            number = len(proposed)
         p = distribution(done.scores[0])[0]  # [P, V]
-        q = None if done.draft.probs is None else done.draft.probs[0]
-
-        def entry(position: int, tokens: list[int]) -> dict[str, Any]:
-            token, before = tokens[position], tokens[position - 1 : position] or self.last_token
-            draft_chance = None
-            if q is not None and position < len(q) and (done.tree is None or position <= num_first):
-                draft_chance = float(q[position, token])
-            text = text_added(self.tokenizer, before, token)
-            return {"token": token, "text": text, "p": float(p[position, token]), "q": draft_chance}
-
+        q = draft_distributions(done)
+        overlaps = done.overlap[0]
         candidates = []
-        for position in range(min(number, len(p))):
-            candidate = entry(position, proposed)
-            overlap = done.overlap[0][position] if position < len(done.overlap[0]) else 0.0
+        for position, candidate in enumerate(self._entries(judged_candidates(done, emitted), p, q)):
+            overlap = overlaps[position] if position < len(overlaps) else 0.0
             # a greedy candidate is no draw: it is kept if it is the target's own choice
             acceptance = overlap if candidate["q"] is None else min(1.0, candidate["p"] / candidate["q"])
-            candidates.append(
-                candidate | {"overlap": overlap, "accepted": position < accepted, "acceptance": acceptance}
-            )
+            candidate |= {"overlap": overlap, "accepted": position < accepted, "acceptance": acceptance}
             if done.tree is not None:
-                candidates[-1]["rank"] = ranks[position] if position < accepted else 0
+                candidate["rank"] = done.accepted_ranks[0][position] if position < accepted else 0
+            candidates.append(candidate)
         follower = "bonus" if done.is_bonus[0] else "recovered"
         tokens = [
-            entry(position, emitted) | {"origin": "accepted" if position < accepted else follower}
-            for position in range(len(emitted))
+            entry | {"origin": "accepted" if position < accepted else follower}
+            for position, entry in enumerate(self._entries(emitted, p, q))
         ]
         self.last_token = emitted[-1:] or self.last_token
         rejected = None if done.is_bonus[0] else accepted
         self.rounds.append({"candidates": candidates, "rejected": rejected, "tokens": tokens})
+
+    def _entries(self, tokens: list[int], p: torch.Tensor, q: torch.Tensor | None) -> list[dict[str, Any]]:
+        """Each token that follows the text so far with its text and its chances by p [P, V] and q [up to P, V]."""
+        entries = []
+        before = self.last_token
+        for position, token in enumerate(tokens[: len(p)]):
+            draft_chance = None
+            if q is not None and position < len(q):
+                draft_chance = float(q[position, token])
+            text = text_added(self.tokenizer, before, token)
+            entries.append({"token": token, "text": text, "p": float(p[position, token]), "q": draft_chance})
+            before = [token]
+        return entries
+
+
+def judged_candidates(done: Round, emitted: list[int]) -> list[int]:
+    """The candidates of a round of one row: of a tree those on the accepted branch, and the first choice behind it if
+    that was judged and rejected."""
+    chain: list[int] = done.draft.tokens[0, : done.draft.lengths[0]].tolist()
+    accepted = done.accepted[0]
+    if done.tree is None:
+        return chain
+    stayed_on_chain = done.accepted_in_chain[0] == accepted
+    return emitted[:accepted] + (chain[accepted : accepted + 1] if stayed_on_chain else [])
+
+
+def draft_distributions(done: Round) -> torch.Tensor | None:
+    """The distributions q [up to D, V] at the positions of a round of one row; of a tree as far as its chain of first
+    choices was followed. None of a draft without any."""
+    if done.draft.probs is None:
+        return None
+    q = done.draft.probs[0]
+    return q if done.tree is None else q[: done.accepted_in_chain[0] + 1]
 
 
 def trace(
@@ -71,7 +88,7 @@ def trace(
     """Generate one text for `inputs`, input_ids and attention_mask [1, L]; returns a record of its rounds.
 
     Returns:
-        Plain values: "verification", "prompt" (ids) and "rounds". Each round has "candidates" and "tokens", each of
+        Values of JSON: "verification", "prompt" (ids) and "rounds". Each round has "candidates" and "tokens", each of
         these with its "token", "text", "p" and "q" (None where it is no draw, or the draft was not asked). A candidate
         also has "overlap" (the sum of min(p, q) over the vocabulary), "accepted", and "acceptance": min(1, p / q), by
         which token verification keeps it, given those before it; block verification keeps it at least as often, and

@@ -1,23 +1,15 @@
-"""Try drafts for a target: which of them fit, how fast each is, how many tokens to draft. Nothing is printed."""
+"""Try drafts for a target: which of them fit, and which is fastest. Nothing is printed."""
 
-import hashlib
 import itertools
-import json
-import operator
-import random
-import statistics
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.devices import execution_device, hardware, last_device
+from hf_specx.common.devices import last_device
 from hf_specx.common.drafts import (
     EXIT,
-    FIXED_DRAFT_TOKENS,
     SEVERAL_EXITS,
     SUFFIX,
     check_head,
@@ -25,10 +17,7 @@ from hf_specx.common.drafts import (
     split_revision,
 )
 from hf_specx.common.errors import require
-from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.heads.draft_names import weightless_draft
-from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, is_adapter, merged
 from hf_specx.hub.facts import model_facts, tokenizer_facts
 from hf_specx.hub.fetch import (
@@ -43,23 +32,18 @@ from hf_specx.hub.fetch import (
 )
 from hf_specx.hub.known_pairs import DRAFT_MODEL, folder_of, is_embedded
 from hf_specx.hub.load_model import load_config, load_model
-from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
+from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.hub.quantize import quantization_config
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, describe_draft, find_fit
-from .inputs import batches_of, prompt_rows, settings_of
-from .sequential_test import Interval
-from .store import provenance
-from .timed_methods import TimedMethod
-from .timer import Advance, Comparison, compare, time_call
+from .inputs import prompt_rows, settings_of
+from .measure_draft import measure_draft
+from .timer import Advance
 from .tune_settings import DraftTrial, TuneSettings
 
 
 TRIED_SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the target's layers; beyond a half nothing is gained
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a measurement names
-MAX_TURNS = 2**20  # never reached: time is up before
-VERSIONS = ("hf_specx", "torch", "transformers", "python")
 
 
 class Loaded(NamedTuple):
@@ -215,112 +199,3 @@ def try_draft(target: Loaded, name: str, ids: list[list[int]], settings: TuneSet
     else:
         trial.pair, trial.config = pair, config
     return trial
-
-
-def measure_draft(pair: DraftTargetPair, ids: list[list[int]], settings: TuneSettings, advance: Advance) -> str:
-    """Measure a pair on prompts, and write figures and recommendations into its config, in place of earlier ones.
-
-    The acceptance is learned first; from it follows the number of candidates for each batch size, which is then timed.
-    Prompts are shuffled by the seed, so that those that come before the time is up are like the others. End tokens are
-    ignored, so that all texts are equally long.
-
-    Returns a reason if the draft's files look as if they were read in a wrong way, else "".
-    """
-    target, config = pair.target, pair.config
-    shuffled = random.Random(settings.seed).sample(ids, len(ids))
-    batches = {rows: batches_of(target, pair.tokenizer, shuffled, rows) for rows in settings.batches}
-    options = settings.options | {"eos_token_id": None}
-    chooses_number = isinstance(pair.draft, SuffixDraft)  # itself, for each row
-    strategy = SpeculativeDecoding(
-        pair.draft,
-        num_draft_tokens="auto" if chooses_number else FIXED_DRAFT_TOKENS,
-        tokenizer=pair.tokenizer,
-        draft_tokenizer=pair.draft_tokenizer,
-    )
-    method, reports = TimedMethod("ours", target, strategy=strategy), list[Any]()
-    for run, inputs in enumerate(batches[max(settings.batches)][: settings.num_learning_batches]):
-        reports.append(time_call(method, inputs, options, settings.seed + run).report)
-        advance()
-    learned: Any = reduce(operator.add, reports)
-    if not learned.rounds and not chooses_number:
-        warnings.warn(f"nothing was drafted ({learned.layout_reason}), so its speed tells nothing.", stacklevel=2)
-    if learned.acceptance_sums[1]:
-        strategy.costs.alpha[learned.verification] = learned.conditional_acceptance
-    if not chooses_number:
-        for rows in settings.batches:
-            strategy.calibrate(target, batches[rows][0]["input_ids"])
-    max_candidates = make_drafter(pair.draft, target).max_candidates
-    measurements = []
-    for rows in settings.batches:
-        if not chooses_number:
-            number = strategy.costs.best_num_draft_tokens(rows, learned.verification, max_candidates)
-            strategy.num_draft_tokens = number
-        test = settings.sequential_test(len(batches[rows]))
-        comparison = compare(
-            target,
-            strategy,
-            batches[rows],
-            options,
-            MAX_TURNS,
-            settings.seed,
-            advance,
-            rng=random.Random(settings.seed),
-            should_stop=lambda plain, ours: test.should_stop(plain.seconds, ours.seconds),  # noqa: B023
-        )
-        measurements.append(_measurement(rows, target, strategy, comparison, test.interval, shuffled, settings))
-    config.measurements = measurements
-    config.num_draft_tokens = "auto"
-    if not config.pays:
-        config.num_draft_tokens = 0
-    elif len(settings.batches) > 1 and learned.verification != "greedy" and not chooses_number:
-        numbers = {m.num_draft_tokens for m in measurements}
-        if len(numbers) == 1 and all(m.is_faster for m in measurements):
-            config.num_draft_tokens = numbers.pop()
-    last = measurements[-1]
-    config.costs = SavedCosts(last.hardware, last.dtype, **strategy.costs.to_dict())
-    pair.strategy = pair._strategy()
-    return str(learned.misread_reason)
-
-
-def _measurement(
-    rows: int,
-    target: PreTrainedModel,
-    strategy: SpeculativeDecoding,
-    comparison: Comparison,
-    interval: Interval,
-    ids: list[list[int]],
-    settings: TuneSettings,
-) -> Measurement:
-    """The figures of one batch size over all turns; the speed-up compares tokens of all turns over their seconds."""
-    plain, ours = comparison.plain, comparison.ours
-    report = reduce(operator.add, ours.reports)
-    where = provenance(target)
-    draft, turns = strategy.draft_model, len(ours.runs)
-    sampling: dict[str, Any] = {name: settings.options.get(name) for name in SAMPLING}
-    return Measurement(
-        batch=rows,
-        dtype=where["dtype"],
-        verification=report.verification,
-        num_draft_tokens=draft.max_candidates if isinstance(draft, SuffixDraft) else int(strategy.num_draft_tokens),
-        layout=report.layout,
-        alpha=report.alpha,
-        cost_coefficient=strategy.costs.cost_coefficient(rows) or None,  # 0 where a draft runs no forwards
-        tokens_per_round=report.mean_acceptance_length,
-        expected_speedup=report.expected_speedup,
-        forward_limited_speedup=report.forward_limited_speedup,
-        measured_speedup=ours.pooled_rate / plain.pooled_rate,
-        hardware=hardware(execution_device(target)),
-        versions={name: where[name] for name in VERSIONS},
-        command=settings.command,
-        plain_tokens_per_second=plain.pooled_rate,
-        interval_low=interval.low,
-        interval_high=interval.high,
-        turns=turns,
-        turn_spread=statistics.stdev(ours.speedups(plain)) if turns > 1 else None,
-        **sampling,
-        max_new_tokens=settings.options["max_new_tokens"],
-        prompts=min(turns * rows, len(ids)),
-        prompt_tokens=statistics.fmean(map(len, ids)),
-        prompts_digest=hashlib.sha256(json.dumps(sorted(ids)).encode()).hexdigest(),
-        seed=settings.seed,
-    )

@@ -95,7 +95,7 @@ class DraftTrial:
         return any(_is_below(mine, theirs) or _is_below(theirs, mine) for mine, theirs in pairs)
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes but the pair, as plain values."""
+        """All attributes but the pair, as JSON has them."""
         return {
             "draft": self.name,
             "error": self.error,

@@ -28,13 +28,15 @@ COLUMNS = {  # with what is in them
     "speed-up": f"{SPEEDUP_COLUMNS['speed-up']}, the median over turns (the least to the largest)",
 }
 HELP_METHOD = (
-    "plain, plain-compiled, assisted, assisted-5, assisted:2, lookup-10, block-auto, token-5, coupled-5-compiled, "
-    "coupled-4-tree-16, suffix-auto, several-auto, exit:2-auto, ..., once for each; else the "
-    "methods of this pair, and assisted ones."
+    "What to time, once for each: plain, plain-compiled, assisted, assisted-5, assisted:2, lookup-10, block-auto, "
+    "token-5, coupled-5-compiled, coupled-4-tree-16, suffix-auto, several-auto, exit:2-auto, ...; else what fits this "
+    "pair, beside plain and assisted generation."
 )
-HELP_OUT = "File of results, as JSON; those of other settings stay in it."
-HELP_IGNORE_EOS = "Go on behind end tokens, so that every text has --max-new-tokens: equal lengths to compare."
-HELP_PROMPT_TOKENS = "Join prompts and cut them to so many tokens; else 64, and with --prompts they are as they are."
+HELP_OUT = "File that results are added to, as JSON; results of other settings stay in it."
+HELP_IGNORE_EOS = "Do not end texts at end tokens: each has --max-new-tokens, so that equal lengths are compared."
+HELP_PROMPT_TOKENS = (
+    "Length to which prompts are joined and cut; else 64, or whole prompts with --prompts or --dataset."
+)
 GREEDILY = "block, token, coupled: greedily they are one, since nothing is drawn that could be judged"
 PROMPT_TOKENS = 64  # of the pair's own prompts
 SAMPLED = {"do_sample": True, "top_k": 0}  # without prompts of the user's, for a target whose config is greedy

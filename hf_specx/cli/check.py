@@ -20,7 +20,9 @@ UNFINISHED = "unfinished"  # ending of the file from which an interrupted check 
 HELP_VERIFICATION = f"{', '.join(CHECKED)}, once for each; else all."
 HELP_SAMPLES = "Texts for each sampled verification and batch size. By default 8 batches of each size; at the largest "
 HELP_SAMPLES += "size no fewer than 16 texts, and no fewer than there are prompts."
-HELP_OUT = "File of the result: a page for people (.html), or all figures as JSON; once for each. With it the same "
+HELP_OUT = (
+    "File that the result is written to: a page (.html), or all figures as JSON; once for each. With it the same "
+)
 HELP_OUT += "command goes on where it was interrupted."
 
 
@@ -34,15 +36,15 @@ def check(
     batch_size: Batches = None,
     verification: Annotated[list[str] | None, typer.Option(help=HELP_VERIFICATION)] = None,
     samples: Annotated[int | None, typer.Option(help=HELP_SAMPLES, show_default=False)] = None,
-    num_draft_tokens: Annotated[int, typer.Option(help="Candidates per round.")] = FIXED_DRAFT_TOKENS,
+    num_draft_tokens: Annotated[int, typer.Option(help="Candidates a round.")] = FIXED_DRAFT_TOKENS,
     compile: Annotated[bool, typer.Option("--compile", help="Check what compiled forwards generate.")] = False,
     seed: Seed = 0,
     out: Annotated[list[Path] | None, typer.Option(metavar="FILE", help=HELP_OUT, dir_okay=False)] = None,
 ) -> None:
     """Test that speculative text is plain text: equal greedy and coupled tokens, the same distribution and quality.
 
-    Prompts come from --prompts, else from the pair. The exit code is 0 if all passed, 1 if not, and another one for
-    an error. It needs the extra quality.
+    Prompts come from --prompts or --dataset, else from the pair. The exit code is 0 if all passed, 1 if not, and
+    another one for an error. It needs pip install ".[quality]".
     """
     check_packages()
     for path in out or ():

@@ -29,7 +29,7 @@ HELP_START += HELP_DRAFT.partition("), ")[2]  # all but suffix, which has no wei
 SETTABLE = """
     loss passes patience learn_from_prompts learning_rate num_draft_tokens draft_vocab_size lora seed held_out training
 """.split()  # noqa: SIM905
-HELP_SECONDS = "Of turns in which the new pair is timed, at each batch size, at most."
+HELP_SECONDS = "Seconds in which the new pair is timed, at each batch size, at most."
 HELP_SET = f"NAME=VALUE, any other option of hf_specx.distill, once for each: {', '.join(SETTABLE)}; see "
 HELP_SET += "hf_specx/training/README.md."
 
@@ -41,7 +41,7 @@ def distill(
     loading: Loading,
     target: Annotated[str, typer.Argument(help=HELP_TARGET)],
     draft: Annotated[str, typer.Argument(help=HELP_START)],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Save the pair in this folder.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder that the pair is saved in.")],
     phases: Annotated[int, typer.Option(help="How often the target writes new texts, at most.")] = DEFAULTS.phases,
     texts_per_phase: Annotated[int, typer.Option(help="New texts in each phase.")] = DEFAULTS.texts_per_phase,
     batch_size: Annotated[int, typer.Option(help="Texts in a step, on each device.")] = DEFAULTS.batch_size,
@@ -52,8 +52,8 @@ def distill(
 ) -> None:
     """Train a draft on what the target writes for your prompts, so that more of its candidates are accepted.
 
-    Prompts come from --prompts or standard input. Give --temperature and the like as you will generate with the pair.
-    The same command goes on with an interrupted training, from the folder OUT.training.
+    Prompts come from --prompts, --dataset or standard input. Give --temperature and the like as you will generate with
+    the pair. The same command goes on with an interrupted training, from the folder OUT.training.
     """
     folder = Path(f"{out if out.name else out.absolute()}.training")
     named = read_draft(draft, *NEW_HEADS)

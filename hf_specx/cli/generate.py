@@ -32,13 +32,15 @@ HELP_COMPILE = "Compile the forwards: the first text of each size takes seconds 
 HELP_REPEATS = "Time it against plain generate, in so many turns."
 HELP_SEED = "Seed of all random numbers. By default 0 with --demo or --out, else a new one in each run. With --out, "
 HELP_SEED += "prompt i has the seed SEED + i."
-HELP_TREE = "Candidates of a row in a round, of which several may follow one token: a number, auto or no; else the "
-HELP_TREE += "pair's."
+HELP_TREE = "Let several candidates follow one token: at most so many a row and round, auto or no; else as the pair "
+HELP_TREE += "recommends."
+HELP_VERIFICATION = "How candidates are judged: token, block or coupled; else as the pair recommends."
+HELP_NUMBER = "Candidates a round: a number or auto; else as the pair recommends."
 HELP_SCHEMA = "File with a JSON schema that each text follows; needs xgrammar."
 HELP_THINKING = "Tokens after <think>, at most; then </think> is forced. A JSON schema begins after it."
 HELP_BATCH_SIZE = f"Rows of a batch with --out; else {BATCH_SIZE}."
 HELP_OUT = (
-    "Complete prompts, any number, to this file of JSON lines. The same command goes on where it was interrupted; "
+    "File that texts are written to, one JSON object a line. The same command goes on where it was interrupted; "
     "processes of torchrun or accelerate launch share the prompts."
 )
 
@@ -50,10 +52,12 @@ def generate(
     processing: Processing,
     named: NamedByOptions,
     loading: Loading,
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, one batch.", show_default=False)] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts, decoded as one batch.", show_default=False)
+    ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="The pair's own prompts, at batch 1 and 8.")] = False,
-    verification: Annotated[str | None, typer.Option(help="token, block or coupled; else the pair's.")] = None,
-    num_draft_tokens: Annotated[str | None, typer.Option(help="A number or auto; else the pair's.")] = None,
+    verification: Annotated[str | None, typer.Option(help=HELP_VERIFICATION)] = None,
+    num_draft_tokens: Annotated[str | None, typer.Option(help=HELP_NUMBER)] = None,
     tree: Annotated[str | None, typer.Option(help=HELP_TREE)] = None,
     stop: Annotated[list[str] | None, typer.Option(help=HELP_STOP, show_default=False)] = None,
     compile: Annotated[bool, typer.Option("--compile", help=HELP_COMPILE)] = False,
@@ -65,10 +69,10 @@ def generate(
     batch_size: Annotated[int | None, typer.Option(help=HELP_BATCH_SIZE, min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Generate with a draft, show where each token came from, and report what the draft was worth; or fill a file.
+    """Generate with a draft, show where each token came from, and report what the draft gained; or write to a file.
 
-    Prompts come from the arguments, --prompts, --demo, or else standard input. Texts go to standard output, all else
-    to standard error. Options that are left out come from the target's generation config.
+    Prompts come from the arguments, --prompts, --dataset, --demo, or else standard input. Texts go to standard output,
+    all else to standard error. Options that are left out come from the target's generation config.
     """
     check_out_alone(out, batch_size, demo or repeats is not None)
     strategy = strategy_options(num_draft_tokens, verification, tree) | ({"compile": True} if compile else {})

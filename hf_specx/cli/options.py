@@ -27,29 +27,41 @@ from .console import errors_in_one_line
 
 
 QUANTIZED = ("4bit",)
-HELP_QUANTIZE = "4bit: load the target in so many bits, by bitsandbytes or else torchao; the draft stays as it is."
+HELP_QUANTIZE = (
+    "4bit: load the target with weights of 4 bits, by bitsandbytes or else torchao; the draft stays as it is."
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SAMPLING_OPTIONS = ("temperature", "top_p", "top_k")  # what greedy decoding has none of
 LARGEST_SEED = 2**32 - 1
 
-AT = "perhaps with @ and a commit, branch or tag"
-HELP_PAIR = f"A pair, or with --draft a target: id ({AT}) or folder; else the pair in the package."
-HELP_TARGET = f"Id ({AT}) or folder of the target; {EMBEDDED} is that in the package."
+PERHAPS_AT = "perhaps with @ and a commit, branch or tag"
+HELP_PAIR = f"A pair, or with --draft a target: id ({PERHAPS_AT}) or folder; else the pair in the package."
+HELP_TARGET = f"Id ({PERHAPS_AT}) or folder of the target; {EMBEDDED} is the target in the package."
 HELP_PROMPTS = (
-    "One prompt a line, blank ones left out; of a .jsonl file texts, or objects with prompt, text or messages."
+    "File with a prompt in each line; blank lines are left out. In a .jsonl file a line is a text in quotes, or an "
+    "object with prompt, text or messages."
 )
+HELP_PENALTY = "Penalty for tokens that are in the text already; 1 is off."
 HELP_MIN_P = "Leave out tokens with less than this share of the likeliest one's probability; 0 is off."
 HELP_DATASET = (
-    "Dataset whose rows are the prompts: id on the Hub, perhaps with : and a configuration, or folder; by the package "
-    "datasets."
+    "Dataset whose rows are the prompts: id on the Hub, perhaps with : and a configuration, or folder. It is read by "
+    "the package datasets."
 )
-HELP_COLUMN = "Of the dataset, with texts or messages; else prompt, text or messages, whichever it has."
+HELP_SPLIT = "Split of the dataset, such as test or test[:100]; else train."
+HELP_COLUMN = "Column of the dataset with texts or messages; else prompt, text or messages, whichever it has."
+HELP_CHAT = "Put prompts into the target's chat template; a text counts as a message of the user."
+HELP_DTYPE = f"Precision of all models: {', '.join(DTYPES)}; auto is as they were saved."
+HELP_DEVICE_MAP = "cpu, cuda, cuda:1 or auto; else an accelerator if there is one."
 HELP_TEMPLATE = "What the template reads besides messages, in JSON: '{\"enable_thinking\": false}'."
-Batches = Annotated[list[int] | None, typer.Option("--batch-size", help="Rows, once for each size; else 1 and 8.")]
+Batches = Annotated[
+    list[int] | None, typer.Option("--batch-size", help="Rows of a batch, once for each size; else 1 and 8.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of all random numbers.", min=0, max=LARGEST_SEED)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder of another pair, with all in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else.")]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that models and tokenizers bring; read it first.")
+]
 
 
 @dataclass(frozen=True)
@@ -58,9 +70,9 @@ class Prompted:
 
     file: Annotated[Path | None, typer.Option("--prompts", help=HELP_PROMPTS, exists=True, dir_okay=False)] = None
     dataset: Annotated[str | None, typer.Option(help=HELP_DATASET)] = None
-    split: Annotated[str | None, typer.Option(help="Of the dataset, as train or test[:100]; else train.")] = None
+    split: Annotated[str | None, typer.Option(help=HELP_SPLIT)] = None
     column: Annotated[str | None, typer.Option(help=HELP_COLUMN)] = None
-    chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages: use the chat template.")] = False
+    chat: Annotated[bool, typer.Option("--chat", help=HELP_CHAT)] = False
     chat_template_kwargs: Annotated[str | None, typer.Option(metavar="JSON", help=HELP_TEMPLATE)] = None
 
     def __post_init__(self) -> None:
@@ -103,8 +115,8 @@ class Prompted:
 class Loading:
     """The options by which models are loaded; `device_map` None is an accelerator if there is one."""
 
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto is as saved.")] = "auto"
-    device_map: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; else as there is.")] = None
+    dtype: Annotated[str, typer.Option(help=HELP_DTYPE)] = "auto"
+    device_map: Annotated[str | None, typer.Option(help=HELP_DEVICE_MAP)] = None
     quantize: Annotated[str | None, typer.Option(help=HELP_QUANTIZE)] = None
     trust_remote_code: Trust = False
 
@@ -166,7 +178,7 @@ class Processing:
     """What changes the target's distribution besides how it is drawn from; None comes from its generation config."""
 
     min_p: Annotated[float | None, typer.Option(help=HELP_MIN_P)] = None
-    repetition_penalty: Annotated[float | None, typer.Option(help="Of tokens in the text; 1 is off.")] = None
+    repetition_penalty: Annotated[float | None, typer.Option(help=HELP_PENALTY)] = None
 
     def __post_init__(self) -> None:
         check_processing(self.min_p, self.repetition_penalty)
@@ -190,7 +202,7 @@ class Drawing:
     """The options by which tokens are sampled, and how many; None is as the target's generation config says."""
 
     max_new_tokens: Annotated[int | None, typer.Option(help="New tokens of a row, at most.", min=1)] = None
-    temperature: Annotated[float | None, typer.Option(help="Of sampling.")] = None
+    temperature: Annotated[float | None, typer.Option(help="Temperature of sampling.")] = None
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling; 1 is off.")] = None
     top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens; 0 is off.")] = None
 

@@ -11,10 +11,10 @@ from hf_specx.hub.folders import PAIR_CARD_MARKER, check_folder, check_out, chec
 from hf_specx.hub.known_pairs import EMBEDDED, is_embedded
 
 from .console import imports, say, waiting_for
-from .options import AT, Overwrite, Trust, check_name, command
+from .options import PERHAPS_AT, Overwrite, Trust, check_name, command
 
 
-HELP_NAME = f"Id ({AT}) or folder of a pair; {EMBEDDED} is the pair in the package."
+HELP_NAME = f"Id ({PERHAPS_AT}) or folder of a pair; {EMBEDDED} is the pair in the package."
 HELP_REPOSITORY = "Repository, owner/name, perhaps with @ and a branch; what is not there is made."
 HELP_CARD_ID = "Id that a pair in a folder will have on the Hub, by which the card loads it; else the folder's name."
 HELP_CARD_OUT = "File that the card is written to; else it is printed."

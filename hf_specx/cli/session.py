@@ -185,7 +185,7 @@ class Session:
         return inputs, target.generate(**inputs, **self.options, **more)  # type: ignore[operator]
 
     def generate_and_show(self, prompts: list[str], show: bool = True) -> tuple[dict[str, Any], Inputs]:
-        """Generate for a batch and print text and report; returns these as plain values, and the inputs."""
+        """Generate for a batch and print text and report; returns these as JSON has them, and the inputs."""
         target, tokenizer = self.pair.target, self.pair.tokenizer
         strategy = copy.copy(self.pair.strategy)
         assert tokenizer is not None

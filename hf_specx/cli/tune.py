@@ -46,9 +46,9 @@ TUNE_COLUMNS = {  # with what is in them
     "interval": "of the measured speed-up; all intervals together hold in 19 of 20 runs of specx tune",
 }
 HELP_DRAFTS = f"To try: {HELP_DRAFT[:-1]}; exits: several numbers of first layers."
-HELP_OUT = "Save the pair with the best draft in this folder."
-HELP_REPEATS = "Turns of plain and speculative generation, at least; 0 only checks, and needs no prompts."
-HELP_SECONDS = "Of turns, for each draft and batch size, at most; they end as soon as it is clear which is faster."
+HELP_OUT = "Folder that the pair with the best draft is saved in."
+HELP_REPEATS = "Turns of plain and speculative generation, at least; 0 checks whether drafts fit, without prompts."
+HELP_SECONDS = "Seconds of turns, for each draft and batch size, at most; they end once it is clear which is faster."
 
 
 @command
@@ -69,8 +69,9 @@ def tune(
 ) -> None:
     """Check whether drafts fit a target, time them on your prompts, and recommend one.
 
-    With a target alone: which of its layers drafts best, or whether its text repeats enough to do without any.
-    Prompts come from --prompts or standard input. Models from the Hub are saved by id and commit, others with weights.
+    Where no draft is named, drafts without a second model are tried: the target's first layers, and what its text
+    repeats. Prompts come from --prompts, --dataset or standard input. Models from the Hub are saved by id and commit,
+    others with weights.
     """
     for name in drafts or ():
         read_draft(name, SEVERAL_EXITS)

@@ -16,7 +16,7 @@ from .errors import require
 
 
 FULL_COMMIT = re.compile(r"[0-9a-f]{40}")  # a full one, which always stands for the same files
-AGAIN = "get it again, or save the pair anew"
+GET_AGAIN = "get it again, or save the pair anew"
 TRUST = "read it, and load it yourself with trust_remote_code=True if you trust it"
 FILES_FOR_MODELS = ("configuration_files", "transformers_weights")  # read in place of those that were checked
 FILES_FOR_TOKENIZERS = ("fast_tokenizer_files", "gguf_file", "init_inputs", "merges", "merges_file", "vocab")
@@ -54,10 +54,10 @@ def check_model(folder: Path, trust_remote_code: bool, pinned: bool) -> None:
     )
     is_adapter = (folder / "adapter_config.json").exists() and not path.exists()
     require(not is_adapter, f"{message}save that, and name it. (As the target of a command it is merged.)")
-    require(path.is_file(), f"{folder} has no config.json: the model is missing, or was written half; {AGAIN}.")
+    require(path.is_file(), f"{folder} has no config.json: the model is missing, or was written half; {GET_AGAIN}.")
     config, settings = _object_in(path), _object_in(generation)
-    require(config is not None, f"{path} is not a JSON object; {AGAIN}.")
-    message = f"{generation} is not a JSON object, and transformers would use its own defaults; {AGAIN}."
+    require(config is not None, f"{path} is not a JSON object; {GET_AGAIN}.")
+    message = f"{generation} is not a JSON object, and transformers would use its own defaults; {GET_AGAIN}."
     require(not generation.exists() or settings is not None, message)
     message = f"{folder} has an adapter_config.json, which names a model elsewhere; merge the adapter and save the "
     require(not (folder / "adapter_config.json").exists(), f"{message}model.")
@@ -119,7 +119,7 @@ def _check_own_code(path: Path, config: dict[str, Any]) -> None:
 def check_tokenizer(folder: Path, expected: bool, trust_remote_code: bool) -> None:
     """Raise ValueError unless a tokenizer can be loaded, and is there if it is expected."""
     path = folder / "tokenizer_config.json"
-    message = f"{folder} has no tokenizer_config.json, though its pair was saved with a tokenizer; {AGAIN}."
+    message = f"{folder} has no tokenizer_config.json, though its pair was saved with a tokenizer; {GET_AGAIN}."
     require(path.exists() or not expected, message)
     config = _object_in(path) or {}
     message = f"the tokenizer in {folder} brings code of its own, which is not run; {TRUST}."
@@ -129,7 +129,7 @@ def check_tokenizer(folder: Path, expected: bool, trust_remote_code: bool) -> No
         if trust_remote_code:  # else the code that config.json may name is passed over
             _check_own_code(file, settings)
         name = settings.get("tokenizer_class")
-        message = f"{file} has tokenizer_class={name!r}, which is no tokenizer; {AGAIN}."
+        message = f"{file} has tokenizer_class={name!r}, which is no tokenizer; {GET_AGAIN}."
         require(name is None or str(name).endswith(TOKENIZER_CLASSES), message)
     for name in FILES_FOR_TOKENIZERS:
         require(not config.get(name), f"{path} has {name}={config.get(name)!r}, no file of its own; take it out.")
@@ -143,12 +143,12 @@ def shards(folder: Path) -> list[str]:
         return names[:1] or [SAFE_WEIGHTS_NAME]
     files, metadata = ((_object_in(index) or {}).get(name) for name in ("weight_map", "metadata"))
     is_map = isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())
-    require(bool(is_map), f"{index} does not say which file has which weights; {AGAIN}.")
-    require(isinstance(metadata, dict), f"{index} has no metadata, so it may be cut; {AGAIN}.")
+    require(bool(is_map), f"{index} does not say which file has which weights; {GET_AGAIN}.")
+    require(isinstance(metadata, dict), f"{index} has no metadata, so it may be cut; {GET_AGAIN}.")
     names = sorted(set(files.values()))  # type: ignore[union-attr]
     for name in names:
         is_plain = Path(name).name == name and "\\" not in name and name not in (".", "..")
-        require(is_plain, f"{index} names {name!r}, which is outside the model's folder; {AGAIN}.")
+        require(is_plain, f"{index} names {name!r}, which is outside the model's folder; {GET_AGAIN}.")
         message = f"{index} names {name!r}, and only safetensors are loaded, since other files may run code; "
         require(name.endswith(".safetensors"), f"{message}save the model anew.")
     return names
@@ -178,26 +178,26 @@ def check_layers(folder: Path) -> None:
         for name, value in settings.items():
             # max_window_layers makes none, and first layers of a model keep its number
             is_count = "layer" in name and isinstance(value, int) and not name.startswith("max_")
-            message = f"{path} has {name}={value}, and there are {number} weights; {AGAIN}."
+            message = f"{path} has {name}={value}, and there are {number} weights; {GET_AGAIN}."
             require(not is_count or value <= number, message)
 
 
 def check_size(folder: Path, needed: int) -> None:
     """Raise ValueError if a model, not made yet, needs more than twice as many parameters as its files have."""
     available = sum(map(math.prod, _shapes(folder)))
-    message = f"{folder} has {available} numbers in its weights, and the model of its config {needed}; {AGAIN}."
+    message = f"{folder} has {available} numbers in its weights, and the model of its config {needed}; {GET_AGAIN}."
     require(needed <= 2 * available, message)
 
 
 def shapes_in(path: Path) -> list[list[int]]:
     """The shapes of the tensors in a file of whole safetensors, of which only the header is read."""
-    message = f"{path.parent} has no {path.name}: weights are missing, no safetensors, or written half; {AGAIN}."
+    message = f"{path.parent} has no {path.name}: weights are missing, no safetensors, or written half; {GET_AGAIN}."
     require(path.is_file(), message)
     try:
         with safe_open(str(path), framework="pt") as file:
             return [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
     except Exception as error:  # of a type that only safetensors has
-        raise ValueError(f"{path} is not whole, or no safetensors ({error}); {AGAIN}.") from error
+        raise ValueError(f"{path} is not whole, or no safetensors ({error}); {GET_AGAIN}.") from error
 
 
 def _shapes(folder: Path) -> list[list[int]]:

@@ -110,10 +110,10 @@ class Costs:
         """Ê T_t(B, 1) / (T_t(B, γ+1) + γ T_d(B, 1)): Theorem 3.8 without its assumption on the larger forward."""
         return tokens_per_round * self.target(batch, 1) / self.forwards(batch, num_draft_tokens)
 
-    def best_num_draft_tokens(self, batch: int, verification: str, limit: int | None = None) -> int:
-        """The γ, from 1 to `limit`, with the largest `forward_limited_speedup` for a whole call.
+    def best_fixed_num_draft_tokens(self, batch: int, verification: str, limit: int | None = None) -> int:
+        """The γ, from 1 to `limit`, with the largest `forward_limited_speedup`, for all rounds of a call alike.
 
-        "auto" chooses each round.
+        `specx tune` times it; "auto" chooses before each round, by `most_tokens_per_second`.
         """
         alpha = self.alpha.get(verification, PRIOR_ALPHA)
         numbers = range(1, min(MAX_DRAFT_TOKENS, limit or MAX_DRAFT_TOKENS) + 1)

@@ -16,7 +16,7 @@ from hf_specx.drafting.vocabulary_map import vocabulary_map
 from .pair_config import DraftTokenizer, ModelSource, TokenizerFacts
 
 
-KIND = ("model_type", "vocab_size")  # a model that differs in these is refused
+IDENTIFYING = ("model_type", "vocab_size")  # a model that differs in these is refused
 
 
 def model_facts(model: PreTrainedModel) -> ModelSource:

@@ -15,7 +15,7 @@ from hf_specx.common.drafts import check_model_name, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.fingerprint import fingerprint_of
 from hf_specx.common.model_files import (
-    AGAIN,
+    GET_AGAIN,
     check_generation,
     check_layers,
     check_links,
@@ -121,7 +121,7 @@ def get_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, **config)
     except Exception as error:  # a broken file may raise any
-        raise ValueError(f"transformers cannot read the tokenizer of {folder}: {error}; {AGAIN}.") from error
+        raise ValueError(f"transformers cannot read the tokenizer of {folder}: {error}; {GET_AGAIN}.") from error
     if facts is not None:
         _check_facts(files.name, tokenizer_facts(tokenizer), facts)
     return tokenizer
@@ -134,9 +134,9 @@ def _check_facts(name: str, here: TokenizerFacts, recorded: TokenizerFacts | Dra
     for key in sorted(values.keys() | recorded_values.keys()):
         value, recorded_value = values.get(key), recorded_values.get(key)
         message = f"the tokenizer of {name} has {key}={value!r}, and its pair was checked with {recorded_value!r}"
-        require(value == recorded_value, f"{message}; {AGAIN}.")
+        require(value == recorded_value, f"{message}; {GET_AGAIN}.")
     message = f"the tokens of the tokenizer of {name} have other ids than those that its pair was checked with"
-    require(recorded.vocabulary in (None, here.vocabulary), f"{message}; {AGAIN}.")
+    require(recorded.vocabulary in (None, here.vocabulary), f"{message}; {GET_AGAIN}.")
 
 
 def fingerprint(folder: Path) -> str:

@@ -17,14 +17,14 @@ from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.heads.load_checked import COMMIT
 from hf_specx.engine.entry import frame_of_generate
 
-from .facts import KIND, commit_of, differing
+from .facts import IDENTIFYING, commit_of, differing
 from .fetch import HUB_OPTIONS, get_pair, get_tokenizer
 from .load_model import find_model
 from .pair_config import CONFIG_NAME, PairConfig, WeightlessDraft
 from .pair_source import PAIR, REVISION
 
 
-SIZE = ("parameters", "max_positions")
+MEASURED_SIZE = ("parameters", "max_positions")
 
 # the draft of a pair, options of `SpeculativeDecoding` that the pair recommends, its costs on this hardware
 DraftOfPair = tuple[PreTrainedModel | WeightlessDraft, dict[str, Any], Costs]
@@ -106,7 +106,7 @@ def recommended(config: PairConfig, target: PreTrainedModel) -> tuple[dict[str, 
 
 def warn_of_another_target(config: PairConfig, target: PreTrainedModel) -> None:
     """Warn if a target is not the one that a pair was measured with; its text is right in any case."""
-    changed = [*differing(config.target, target, (*KIND, *SIZE))]
+    changed = [*differing(config.target, target, (*IDENTIFYING, *MEASURED_SIZE))]
     commit = getattr(target.config, COMMIT, None)
     if config.target.revision is not None and commit is not None and commit != config.target.revision:
         changed.append("revision")

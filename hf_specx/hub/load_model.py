@@ -12,11 +12,11 @@ from hf_specx.common.checkpoints import Files
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.common.fingerprint import FORM
-from hf_specx.common.model_files import AGAIN, check_links, shapes_in, shards
+from hf_specx.common.model_files import GET_AGAIN, check_links, shapes_in, shards
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.heads.load_checked import holds_head, load_config, load_model
 
-from .facts import KIND, differing
+from .facts import IDENTIFYING, differing
 from .fetch import fingerprint, get_files, get_model
 from .pair_config import ModelSource, PairConfig, WeightlessDraft
 
@@ -44,8 +44,8 @@ class FoundModel(NamedTuple):
         if self.files is None:
             return self.model if target is None else with_head(self.model, self.head, target)
         model = load_model(self.files, self.trusted, target, **kwargs)
-        for name, (now, then) in differing(self.source, model, KIND).items():
-            message = f"{self.files.shown} has {name}={now!r}, and the pair was made with {then!r}; {AGAIN}."
+        for name, (now, then) in differing(self.source, model, IDENTIFYING).items():
+            message = f"{self.files.shown} has {name}={now!r}, and the pair was made with {then!r}; {GET_AGAIN}."
             require(now is None, message)  # whose config does not say
         return model
 
@@ -88,7 +88,7 @@ def with_head(draft: WeightlessDraft, path: Path | None, target: PreTrainedModel
     message = (
         f"{path} has {shapes}, and the head of this target is a weight [{width}, {width}], with or without a bias"
     )
-    require("weight" in shapes and shapes.items() <= allowed.items(), f"{message}; {AGAIN}.")
+    require("weight" in shapes and shapes.items() <= allowed.items(), f"{message}; {GET_AGAIN}.")
     head = torch.nn.Linear(width, width, bias="bias" in weights, device=last_device(target), dtype=target.dtype).eval()
     head.load_state_dict(weights)
     return EarlyExitDraft(draft.exit_layer, head.requires_grad_(False))

@@ -16,7 +16,7 @@ from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.check_options import MOST_NODES, VERIFICATIONS
 from hf_specx.models.choose import LAYOUTS
 
-from .schema import ANEW, MAX_CONFIG_BYTES, of_items, read, read_text, validator
+from .schema import MAX_CONFIG_BYTES, SAVE_ANEW, of_items, read, read_text, validator
 
 
 CONFIG_NAME = "specx_config.json"
@@ -34,32 +34,32 @@ NO_ID = (
     "no id on the Hub; a config may name repositories only, so pass the model yourself, as target= or draft=, or save "
     "the pair with it inside"
 )
-MEASURE = "measure it anew with specx tune"
+MEASURE_ANEW = "measure it anew with specx tune"
 SLOWER = "its draft was slower than plain generate at every batch size, so it is not used"
 NO_TREE = f"neither 'auto' nor false nor an int from 1 to {MOST_NODES}; give one of these"
 NO_NUMBER = f"neither 'auto' nor an int from 0 to {MAX_RECOMMENDED}; give one of these"
 
-check_number_text = validator(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE}")
-check_measured = validator(lambda x: 0 < x <= sys.float_info.max, f"which nothing measures; {MEASURE}")
-check_probability = validator(lambda p: 0 <= p <= 1, f"no probability; {MEASURE}")
-check_candidates = validator(ROUNDS.__contains__, f"no number of candidates; {MEASURE}")
+check_number_text = validator(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE_ANEW}")
+check_measured = validator(lambda x: 0 < x <= sys.float_info.max, f"which nothing measures; {MEASURE_ANEW}")
+check_probability = validator(lambda p: 0 <= p <= 1, f"no probability; {MEASURE_ANEW}")
+check_candidates = validator(ROUNDS.__contains__, f"no number of candidates; {MEASURE_ANEW}")
 check_times = validator(
-    lambda times: {"1"} < times.keys(), f"not for 1 and at least one more number of tokens; {MEASURE}"
+    lambda times: {"1"} < times.keys(), f"not for 1 and at least one more number of tokens; {MEASURE_ANEW}"
 )
 
 Count = Annotated[int, validator(lambda n: 1 <= n <= MAX_RECOMMENDED, f"no int from 1 to {MAX_RECOMMENDED}; give one")]
 Number = Annotated[int, check_measured]
 Figure = Annotated[float, check_measured]
 MaybeFigure = Annotated[float | None, check_measured]
-MaybeAmount = Annotated[float | None, validator(lambda x: 0 <= x <= sys.float_info.max, f"no amount; {MEASURE}")]
-MaybeCount = Annotated[int | None, validator(lambda n: n >= 0, f"no count; {MEASURE}")]
+MaybeAmount = Annotated[float | None, validator(lambda x: 0 <= x <= sys.float_info.max, f"no amount; {MEASURE_ANEW}")]
+MaybeCount = Annotated[int | None, validator(lambda n: n >= 0, f"no count; {MEASURE_ANEW}")]
 Probability = Annotated[float, check_probability]
 Times = Annotated[dict[str, float], of_items(check_number_text, check_measured), check_times]
 HubId = Annotated[str | None, validator(HUB_ID.fullmatch, NO_ID)]
 CommitOrBranch = Annotated[
-    str | None, validator(COMMIT_OR_NAME.fullmatch, f"no name of a commit, branch or tag; {ANEW}")
+    str | None, validator(COMMIT_OR_NAME.fullmatch, f"no name of a commit, branch or tag; {SAVE_ANEW}")
 ]
-Subfolder = Annotated[str, validator(SUBFOLDER.fullmatch, f"no plain name of a folder inside the pair's; {ANEW}")]
+Subfolder = Annotated[str, validator(SUBFOLDER.fullmatch, f"no name of a folder inside the pair's; {SAVE_ANEW}")]
 ExitLayer = Annotated[int, validator(lambda n: 1 <= n <= MAX_LAYERS, f"no int from 1 to {MAX_LAYERS}; give one")]
 NumDraftTokens = Annotated[
     str | int, validator(lambda n: n == "auto" or (is_int(n) and 0 <= n <= MAX_RECOMMENDED), NO_NUMBER)
@@ -193,7 +193,9 @@ class CostRow:
     """Seconds of bare forwards at one batch size, as `Costs.to_dict` names them."""
 
     target: Times
-    draft: Annotated[float, validator(lambda x: 0 <= x <= sys.float_info.max, f"no time; {MEASURE}")]  # 0: no forwards
+    draft: Annotated[
+        float, validator(lambda x: 0 <= x <= sys.float_info.max, f"no time; {MEASURE_ANEW}")
+    ]  # 0: no forwards
 
 
 def check_row(row: Any, where: str) -> None:
@@ -321,6 +323,6 @@ def _check_drafts(config: PairConfig, where: str) -> None:
     require(not any(vars(draft).values()), message)
     if suffix is not None:
         message = (
-            f"{where}: max_match of suffix is {suffix.max_match}, less than min_match={suffix.min_match}; {ANEW}."
+            f"{where}: max_match of suffix is {suffix.max_match}, less than min_match={suffix.min_match}; {SAVE_ANEW}."
         )
         require(suffix.max_match >= suffix.min_match, message)

@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from hf_specx.common.errors import brief, is_int, require
 
 
-ANEW = "save the pair anew"
+SAVE_ANEW = "save the pair anew"
 MAX_CONFIG_BYTES = 2**22
 MAX_INTEGER = 2**63  # what is beyond is no number of anything
 Validator = Callable[..., None]  # of a value, and perhaps of where it is in its field, such as "['2']"
@@ -49,15 +49,15 @@ def of_items(keys: Validator | None = None, values: Validator | None = None) -> 
 
 def read_text(text: bytes, newest: int, where: str) -> dict[str, Any]:
     """The values in the text of a file `where`, which is JSON in UTF-8 with a schema up to `newest`."""
-    message = f"{where} has more than {MAX_CONFIG_BYTES} bytes, which no pair needs; get it again, or {ANEW}."
+    message = f"{where} has more than {MAX_CONFIG_BYTES} bytes, which no pair needs; get it again, or {SAVE_ANEW}."
     require(len(text) <= MAX_CONFIG_BYTES, message)
     try:
         values = json.loads(text.decode("utf-8"))
         json.dumps(values, ensure_ascii=False).encode("utf-8")  # half a character may be escaped in it
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON ({error}); it may be cut off: get it again, or {ANEW}.") from error
+        raise ValueError(f"{where} is not JSON ({error}); it may be cut off: get it again, or {SAVE_ANEW}.") from error
     schema: Any = values.get("schema") if isinstance(values, dict) else None
-    message = f"{where} does not say its schema (it has {brief(schema)}), so it is no config of a pair; {ANEW}."
+    message = f"{where} does not say its schema (it has {brief(schema)}), so it is no config of a pair; {SAVE_ANEW}."
     require(is_int(schema) and schema >= 1, message)
     message = f"{where} has schema {schema} and this version reads up to {newest}; install a newer hf_specx."
     require(schema <= newest, message)
@@ -66,13 +66,13 @@ def read_text(text: bytes, newest: int, where: str) -> dict[str, Any]:
 
 def read(cls: Any, values: Any, where: str) -> Any:
     """Make a dataclass of an object from JSON, which `where` names; a ValueError names the field and the remedy."""
-    require(isinstance(values, dict), f"{where} is {brief(values)}, not an object; {ANEW}.")
+    require(isinstance(values, dict), f"{where} is {brief(values)}, not an object; {SAVE_ANEW}.")
     hints = get_type_hints(cls)
     unknown = min(values.keys() - hints.keys(), default=None)
     require(unknown is None, f"{where} has a field {brief(unknown)} that its schema does not know; take it out.")
     required = {item.name for item in fields(cls) if item.default is MISSING and item.default_factory is MISSING}
     missing = min(required - values.keys(), default=None)
-    require(missing is None, f"{where} has no {missing!r}; {ANEW}.")
+    require(missing is None, f"{where} has no {missing!r}; {SAVE_ANEW}.")
     checked = object.__new__(_strict_class(cls))
     converted: dict[str, Any] = {}
     for name, value in values.items():
@@ -80,7 +80,9 @@ def read(cls: Any, values: Any, where: str) -> Any:
         try:
             setattr(checked, name, converted[name])  # which `strict` checks
         except (StrictDataclassFieldValidationError, RecursionError) as error:
-            problem = f" is {brief(value)}, not {_in_words(hints[name], cls)}; {ANEW}."  # or too deep to be looked at
+            problem = (
+                f" is {brief(value)}, not {_in_words(hints[name], cls)}; {SAVE_ANEW}."  # or too deep to be looked at
+            )
             if isinstance(error.__cause__, ValueError):  # of a validator
                 problem = f"{str(error.__cause__).removesuffix('.')}."
             raise ValueError(f"{where}: {name}{problem}") from error
@@ -121,7 +123,7 @@ def _converted(hint: Any, value: Any, where: str) -> Any:
 def _check_plain(value: Any, where: str) -> None:
     """Raise ValueError for a text with control characters, and for an int that is too large for anything."""
     too_large = isinstance(value, int) and abs(value) >= MAX_INTEGER
-    require(not too_large, f"{where} is {brief(value)}, not int of less than 64 bits; {ANEW}.")
+    require(not too_large, f"{where} is {brief(value)}, not int of less than 64 bits; {SAVE_ANEW}.")
     text = value if isinstance(value, str) else ""
     control = next((c for c in text if unicodedata.category(c) == "Cc" and c not in "\n\r\t"), None)
     message = f"{where} has the control character {control!r}, which a terminal may obey; take it out."

@@ -25,7 +25,7 @@ from hf_specx.metrics import path as path_of
 from hf_specx.pairs.fingerprint import arguments_of, digest_of
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .equality import Noise, Reference, Rounding, gaps_of, rounding_scale
+from .equality import Gaps, Noise, Reference, Rounding, gaps_of, rounding_scale
 from .page import check_can_write, page
 from .result import CheckResult, lines_of
 from .settings import CHECKED, UNITS, Settings, check_packages, is_greedy, plain_of
@@ -69,7 +69,7 @@ def check(
         advance: called after each of `Settings(...).steps` parts; else there is a bar.
         path: of a file that gets each part as soon as it is known, and from which an interrupted check goes on.
         report: of a page (.html) to write.
-        **options: what `generate` is given besides, plain and speculative alike; plain values.
+        **options: what `generate` is given besides, plain and speculative alike; values that JSON has.
 
     Raises:
         ValueError: for what cannot be checked, before the first token of ours.
@@ -248,12 +248,8 @@ def judge_equality(
         gaps = gaps_of(reference, noise, len(text) if position < 0 else position, candidates)
         rows.append(gaps)
         if position >= 0:
-            plain_text = plain["texts"][row]
-            plain_id = plain_text[position] if position < len(plain_text) else -1
-            our_id = text[position] if position < len(text) else -1
-            gap = math.inf if -1 in (plain_id, our_id) else float(gaps.chosen[position])
-            difference = {"row": row, "position": position, "plain": plain_id, "ours": our_id}
-            differences.append(difference | {"gap": None if math.isinf(gap) else gap})
+            difference = difference_at(position, plain["texts"][row], text, gaps)
+            differences.append({"row": row} | difference)
     rounding = Rounding(rows, rounding_scale(plain["rounding"]["mean"], largest))
     total = float(rounding.sums.sum())
     has_ended = any(-1 in (difference["plain"], difference["ours"]) for difference in differences)
@@ -271,6 +267,14 @@ def judge_equality(
         "level": level,
         "detectable_gap": None if p_value < level else rounding.detectable(level),
     }
+
+
+def difference_at(position: int, plain: list[int], ours: list[int], gaps: Gaps) -> dict[str, Any]:
+    """The first difference between two texts, as `judge_equality` says it."""
+    plain_id, our_id = (text[position] if position < len(text) else -1 for text in (plain, ours))
+    gap = math.inf if -1 in (plain_id, our_id) else float(gaps.chosen[position])
+    difference = {"position": position, "plain": plain_id, "ours": our_id}
+    return difference | {"gap": None if math.isinf(gap) else gap}
 
 
 def judge_distribution(

@@ -63,7 +63,7 @@ class CheckLine(NamedTuple):
 
 @dataclass
 class CheckResult:
-    """The outcome of `check`; its attributes are plain values but for the lines."""
+    """The outcome of `check`; its attributes but the lines are values that JSON has."""
 
     lines: list[CheckLine]  # what was looked at, in words
     settings: dict[str, Any]
@@ -93,7 +93,7 @@ class CheckResult:
         return Settings(**self.settings).comparisons
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes and the verdict as plain values."""
+        """All attributes and the verdict, as JSON has them."""
         verdict = {name: getattr(self, name) for name in ("passed", "level", "comparisons")}
         return verdict | vars(self) | {"lines": [line._asdict() for line in self.lines]}
 

@@ -54,7 +54,7 @@ class Settings:
     num_draft_tokens: int = FIXED_DRAFT_TOKENS  # candidates a round; "auto" would depend on the clock
     seed: int = 0
     level: float = 0.001  # chance that a check of correct code fails, at most, over all its tests together
-    options: dict[str, Any] = field(default_factory=dict)  # plain values that `generate` is given besides
+    options: dict[str, Any] = field(default_factory=dict)  # what `generate` is given besides, as JSON has it
 
     def __post_init__(self) -> None:
         check_runs(self.batch_sizes, name="batch_sizes")
@@ -81,7 +81,7 @@ class Settings:
             json.dumps(self.options)
         except (TypeError, ValueError) as error:
             option_names = ", ".join(self.options)
-            message = f"{option_names}: give plain values (numbers, texts, lists), since results say what they are."
+            message = f"{option_names}: give numbers, texts, lists or dicts of these, since results say what they are."
             raise ValueError(message) from error
 
     @property
@@ -142,7 +142,7 @@ class Settings:
         return len(self.batch_sizes) * (len(self.methods) + len(self.verifications)) + len(self.in_distribution) + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with lists for tuples."""
+        """All settings as JSON has them, with lists for tuples."""
         return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
 
 

@@ -14,12 +14,12 @@ from hf_specx.common.tokenizers import vocabulary_of
 
 
 INDIFFERENT = ("max_batch_tokens", "costs")  # a text does not depend on them
-_NOISE = ("transformers_version", "_from_model_config", "_name_or_path")  # of a config
-_PLAIN = (bool, int, float, str, type(None))
+_WITHOUT_EFFECT = ("transformers_version", "_from_model_config", "_name_or_path")  # of a config
+_JSON_SCALARS = (bool, int, float, str, type(None))
 
 
 def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any]:
-    """All that the texts of `complete` depend on, by name, as plain values."""
+    """All that the texts of `complete` depend on, by name, as JSON has it."""
     models = [pair.target, *(draft for draft in pair.drafts if isinstance(draft, PreTrainedModel))]
     arguments: dict[str, Any] = {
         "models": [model_fingerprint(model) for model in models],
@@ -33,17 +33,19 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
         "tokenizer_match": pair.strategy.tokenizer_match,
     }
     arguments |= options
-    return {name: plain_value(value) for name, value in arguments.items() if name not in INDIFFERENT}
+    return {name: json_value(value) for name, value in arguments.items() if name not in INDIFFERENT}
 
 
 def drafts_of(pair: Any) -> list[Any]:
-    """A description of each draft as plain values, without weights, whose fingerprint `arguments_of` has."""
+    """A description of each draft as JSON has it, without weights, whose fingerprint `arguments_of` has."""
     descriptions: list[Any] = []
     for draft in pair.drafts:
         if isinstance(draft, torch.nn.Module):
             descriptions.append(type(draft).__name__)
             continue
-        attributes: dict[str, Any] = {name: value for name, value in vars(draft).items() if isinstance(value, _PLAIN)}
+        attributes: dict[str, Any] = {
+            name: value for name, value in vars(draft).items() if isinstance(value, _JSON_SCALARS)
+        }
         head = getattr(draft, "head", None)  # of an early exit
         if head is not None:
             attributes["head"] = fingerprint_of({}, module_tensors(head))
@@ -51,19 +53,19 @@ def drafts_of(pair: Any) -> list[Any]:
     return descriptions
 
 
-def plain_value(value: Any, above: tuple[int, ...] = ()) -> Any:
+def json_value(value: Any, above: tuple[int, ...] = ()) -> Any:
     """A value as JSON can hold it: the same for equal values, also in another process, and another for others.
 
     An object becomes its class with its content, or with its attribute `fingerprint`. `above` has the ids of the
     objects that contain it, so that a cycle ends.
     """
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _JSON_SCALARS):
         return value
     if isinstance(getattr(value, "fingerprint", None), str):
         return {"class": _class_name(value), "fingerprint": value.fingerprint}
     if id(value) in above:
         return "above"
-    within = functools.partial(plain_value, above=(*above, id(value)))
+    within = functools.partial(json_value, above=(*above, id(value)))
     if isinstance(value, PreTrainedModel):
         return model_fingerprint(value)
     if hasattr(value, "tolist"):
@@ -71,7 +73,9 @@ def plain_value(value: Any, above: tuple[int, ...] = ()) -> Any:
     if hasattr(value, "get_vocab"):
         return vocabulary_of(value).digest
     if hasattr(value, "to_dict"):
-        value = {name: item for name, item in value.to_dict().items() if item is not None and name not in _NOISE}
+        value = {
+            name: item for name, item in value.to_dict().items() if item is not None and name not in _WITHOUT_EFFECT
+        }
     if isinstance(value, dict):
         return {str(name): within(item) for name, item in sorted(value.items(), key=lambda item: str(item[0]))}
     if isinstance(value, list | tuple):  # also a `LogitsProcessorList`

@@ -39,7 +39,7 @@ from hf_specx.hub.find_draft import find_draft
 STRATEGY_OPTIONS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "compile", "costs")
 STRATEGY_OPTIONS += ("tree", "draft_tokenizer", "tokenizer_match", "tokenizer", "streamer", "stream_by")
 NOT_OF_TRANSFORMERS = (*STRATEGY_OPTIONS, "draft_model", "assistant_tokenizer", "seeds")
-STOCK_ARGUMENTS = inspect.signature(GenerationMixin.generate).parameters.keys() - {
+NAMED_ARGUMENTS = inspect.signature(GenerationMixin.generate).parameters.keys() - {
     "self",
     "inputs",
     "custom_generate",
@@ -77,7 +77,7 @@ def generate(
         model = unwrapped(model)
         check_entry(model, kwargs.get("custom_generate"))
         # called by string, we may be inside the class's own `generate` already; all arguments are then named
-        owner: Any = GenerationMixin if kwargs.keys() >= STOCK_ARGUMENTS else type(model)
+        owner: Any = GenerationMixin if kwargs.keys() >= NAMED_ARGUMENTS else type(model)
         kwargs = add_positional(owner, more, kwargs)
         custom_generate = kwargs.pop("custom_generate", None)
         if custom_generate is not None:

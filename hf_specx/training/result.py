@@ -10,7 +10,7 @@ from pathlib import Path
 from jinja2 import Template
 
 from hf_specx.bench.checks import SECONDS
-from hf_specx.bench.tune import measure_draft
+from hf_specx.bench.measure_draft import measure_draft
 from hf_specx.bench.tune_settings import TuneSettings
 from hf_specx.hub.folders import without_folders
 from hf_specx.hub.secrets import without_secrets

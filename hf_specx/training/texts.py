@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_specx.common.fingerprint import digest_of, model_fingerprint
 from hf_specx.engine.requests import Request
 from hf_specx.engine.strategy import SpeculativeDecoding
-from hf_specx.pairs.fingerprint import plain_value
+from hf_specx.pairs.fingerprint import json_value
 from hf_specx.pairs.shares import gathered, processes
 
 from .draft import Learner
@@ -135,7 +135,7 @@ class Phases(torch.utils.data.Dataset[int]):
 
 def writer_digest(model: PreTrainedModel) -> str:
     """A digest of a model and its generation config: equal digests mean that it writes the same texts."""
-    settings = [model_fingerprint(model), plain_value(getattr(model, "generation_config", None))]
+    settings = [model_fingerprint(model), json_value(getattr(model, "generation_config", None))]
     return digest_of([json.dumps(settings).encode()])
 
 

@@ -58,30 +58,6 @@ def test_a_line_break_is_typed_as_a_stop(pair: DraftTargetPair, monkeypatch):
     assert (seen[0].options["do_sample"], seen[0].pair.strategy.compile) == (True, True)
 
 
-REFUSED = {
-    "generate a --min-p 2": "--min-p",
-    "generate a --min-p 0.1 --no-do-sample": "--min-p",
-    "bench --repetition-penalty 0": "--repetition-penalty",
-    "generate a --quantize 3bit": "4bit",
-    "generate embedded": "did you mean --pair embedded?",
-    "generate FOLDER": "did you mean --pair FOLDER?",
-    "distill T eagle3 --out x --quantize 4bit": "--quantize",
-    "tune T suffix --out x --quantize 4bit": "--quantize",
-    "generate a --split test": "--dataset",
-    "card --out FOLDER/x": "--out",
-}
-
-
-@pytest.mark.parametrize("line", REFUSED)
-def test_refused_before_anything_is_loaded(monkeypatch, tmp_path: Path, line: str):
-    monkeypatch.setattr(DraftTargetPair, "from_pretrained", None)
-    monkeypatch.setattr("hf_specx.cli.options.find_spec", lambda name: True)
-    words = [word.replace("FOLDER", str(tmp_path)) for word in line.split()]
-    result = command(*words, input="")
-    expected = REFUSED[line].replace("FOLDER", str(tmp_path))
-    assert (result.exit_code, expected in result.stderr.splitlines()[-1]) == (2, True), result.stderr
-
-
 def test_lm_eval_needs_its_package(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "lm_eval" else find_spec(name))

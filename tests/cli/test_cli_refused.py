@@ -23,9 +23,7 @@ BEFORE_LOADING = {  # commands, each with a word of what it is told
     "generate --pair no/pair --prompts NO_JSON --out x": "prompt 2",
     "generate --pair no/pair --prompts OTHER": "prompt 2",
     "generate a --chat-template-kwargs {}": "--chat",
-    "generate a --chat --chat-template-kwargs [1]": "dict of options",
     "generate a --chat --chat-template-kwargs yes": "no JSON",
-    'generate a --chat --chat-template-kwargs {"tokenize":1}': "tokenize",
     "generate a --draft exit:1": "target",
     "generate a --target T --draft eagle3": "specx distill",
     "bench --out no/such/folder.json": "folder",
@@ -35,7 +33,13 @@ BEFORE_LOADING = {  # commands, each with a word of what it is told
     "bench --max-new-tokens 1": "--max-new-tokens",
     "check no/pair --out NOTES": "there already",
     "check no/pair --out BEGUN": "interrupted check",
-    "check --max-new-tokens 1": "--max-new-tokens",
+    "generate a --split test": "--dataset",
+    "generate a --min-p 0.1 --no-do-sample": "--min-p",
+    "generate embedded": "did you mean --pair embedded?",
+    "generate FULL": "did you mean --pair",
+    "distill T eagle3 --out x --quantize 4bit": "--quantize",
+    "tune T suffix --out x --quantize 4bit": "--quantize",
+    "generate a --quantize 3bit": "4bit",
     "card embedded --out FOREIGN": "another file",
     "card --out CARDS": "name the pair",
     "card embedded a/b": "a/b",
@@ -45,12 +49,10 @@ BEFORE_LOADING = {  # commands, each with a word of what it is told
     "publish": "--code",
     "publish --code": "--code --out",
     "publish --code x/y --out z": "either",
-    "publish --code x/y a/b": "a/b",
     "publish --code x/y --inside": "--inside",
     "publish --code --out FULL": "there already",
     "publish --code --code-only x/y": "--code-only",
     "publish --code-only": "--code-only org/name",
-    "publish --code-only x/y --out z": "z out",
     "publish --code-only FULL": "no code",
     "distill T eagle3 --out x --texts-per-phase 0": "--texts-per-phase",
     "distill T suffix --out x": "suffix",
@@ -114,6 +116,7 @@ def test_refused_before_anything_is_loaded(names, monkeypatch, tmp_path, line: s
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fetch, "snapshot_download", None)
     monkeypatch.setattr(DraftTargetPair, "from_pretrained", None)
+    monkeypatch.setattr("hf_specx.cli.options.find_spec", lambda name: True)  # as if packages of few bits were there
     assert refused(line, BEFORE_LOADING[line], names) == ""
     assert not list(tmp_path.iterdir())
 

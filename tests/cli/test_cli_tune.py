@@ -52,8 +52,8 @@ def test_tables_and_json(folders, texts, tmp_path):
 @pytest.mark.parametrize(
     ("ends", "first"),
     [
-        ((1.2, 1.4), "best: d, num_draft_tokens 5 at batch 1, 1.30 times"),
-        ((0.9, 1.7), "not clear: "),
+        ((1.2, 1.4), "best: d"),
+        ((0.9, 1.7), "not clear"),
         ((0.7, 0.9), "none is"),
     ],
 )

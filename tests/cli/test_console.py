@@ -57,12 +57,6 @@ def test_too_little_memory_is_said_with_the_remedy(capsys, error):
     assert str(error) in errors
 
 
-def test_a_remedy_that_was_raised_with_the_error_stays(capsys):
-    """As a training says what to lower, and quotes torch."""
-    text = "lower batch_size=8; torch said: can't allocate memory"
-    assert ended_by(ValueError(text), capsys) == (2, f"error: {text}\n")
-
-
 def test_an_error_of_ours_has_a_traceback_and_a_code_of_its_own(capsys):
     code, errors = ended_by(KeyError("lost"), capsys)
     assert (code, errors.rstrip().splitlines()[-1]) == (3, "KeyError: 'lost'")

@@ -60,15 +60,15 @@ def test_best_number_is_that_of_the_closed_form_and_every_number_is_tried():
     """In the last case a forward of 5 costs as one of 9, so speed falls from γ = 1 to 4 and is best at 8."""
     for c, alpha, gamma, speedup in CLOSED_FORM:
         costs = flat(c, alpha)
-        assert costs.best_num_draft_tokens(4, "block") == gamma
+        assert costs.best_fixed_num_draft_tokens(4, "block") == gamma
         limited = costs.forward_limited_speedup(4, expected_tokens(alpha, gamma), gamma)
         of_theorem = expected_tokens(alpha, gamma) / (gamma * costs.cost_coefficient(4) + 1)
         assert (limited, of_theorem) == pytest.approx((speedup, speedup), abs=0.006)
-    assert flat(0.01, 0.999).best_num_draft_tokens(4, "block") == MAX_DRAFT_TOKENS
-    assert flat(0.01, 0.999).best_num_draft_tokens(4, "block", limit=5) == 5
-    assert flat(2.0, 0.1).best_num_draft_tokens(4, "block") == 1
+    assert flat(0.01, 0.999).best_fixed_num_draft_tokens(4, "block") == MAX_DRAFT_TOKENS
+    assert flat(0.01, 0.999).best_fixed_num_draft_tokens(4, "block", limit=5) == 5
+    assert flat(2.0, 0.1).best_fixed_num_draft_tokens(4, "block") == 1
     costs = Costs({1: {"target": {1: 1.0, 2: 1.0, 3: 2.0, 5: 3.5, 9: 3.5, 10: 9.0}, "draft": 0.01}}, {"token": 0.95})
-    assert costs.best_num_draft_tokens(1, "token") == 8
+    assert costs.best_fixed_num_draft_tokens(1, "token") == 8
 
 
 FORWARDS = [  # what was measured, by batch size and query length; the forward that is asked for, and its seconds

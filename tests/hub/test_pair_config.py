@@ -57,7 +57,7 @@ def test_any_times_that_are_read_can_be_used(times: dict[str, float]):
     config = whole()
     config.costs = SavedCosts("a clock", "float32", {"2": {"target": times, "draft": 5e-324}}, {"block": 1.0})
     costs = read(config.to_text()).costs_on("a clock", "float32")
-    assert 1 <= costs.best_num_draft_tokens(2, "block") <= 64
+    assert 1 <= costs.best_fixed_num_draft_tokens(2, "block") <= 64
     assert costs.cost_coefficient(2) >= 0
     for elsewhere in (("another clock", "float32"), ("a clock", "bfloat16")):
         assert config.costs_on(*elsewhere).to_dict() == Costs().to_dict()
@@ -89,12 +89,10 @@ def test_what_a_measurement_has_shown(changes, is_faster):
     [
         ({"measurements": [5]}, r"measurements\[0\] is 5"),
         ({"prompts": ["a", 5]}, r"prompts is \['a', 5\], not list\[str\]"),
-        ({"costs": {"rounds": {"2": {"1": "x"}}}}, "costs: rounds is .*, not dict"),
         ({"costs": {"rounds": {"2": {"x": 1.0}}}}, r"rounds\['2'\]: a key is 'x'"),
         ({"costs": {"rounds": json.loads("[" * 900 + "]" * 900)}}, "costs: rounds is .*, not dict"),
         ({"costs": {"alpha": {"\x1b[2J": 0.5}}}, "a key in here: costs: alpha has the control character"),
         ({"costs": {"table": {"2": TIMES | {"more": 1}}}}, r"table\['2'\] has a field 'more'"),
-        ({"costs": {"table": {"2": {"target": TIMES["target"]}}}}, r"table\['2'\] has no 'draft'"),
     ],
 )
 def test_what_is_inside_of_a_field_is_refused_with_its_name(change: dict, field: str):

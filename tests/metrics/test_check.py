@@ -239,5 +239,5 @@ def test_the_temperature_that_would_have_been_seen_is_said_in_its_own_figures():
     cell = {"positions": 99, "comparisons": 0, "impossible": 0, "on_the_edge": 0, "statistics": {}, "p_value": 1.0}
     cell |= {"level": 0.001, "passed": True, "detectable_temperature": [0.975, 1.0264]}
     line = distribution_line("token, batch 1", cell, 0.8)
-    assert line.sees == "a temperature of 0.78 or 0.821 in place of 0.8"
+    assert all(figure in line.sees for figure in ("0.78", "0.821"))
     assert distribution_line("token, batch 1", cell | {"detectable_temperature": None}, 0.8).sees == ""

@@ -65,9 +65,8 @@ def test_a_template_reads_options_of_its_own(pair: DraftTargetPair, tmp_path):
 @pytest.mark.parametrize(
     ("template_options", "message"),
     [
-        ("enable_thinking", "chat_template_kwargs='enable_thinking' is no dict of options by name"),
-        ({1: True}, "chat_template_kwargs={1: True} is no dict of options by name"),
-        ({"tokenize": True}, "has tokenize, which is settled .*leave it out"),
+        ({1: True}, "chat_template_kwargs={1: True}"),
+        ({"tokenize": True}, "tokenize"),
     ],
 )
 def test_options_of_a_template_are_checked(pair: DraftTargetPair, template_options, message: str):

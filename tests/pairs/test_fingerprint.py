@@ -14,7 +14,7 @@ from tiny_tokenizer import tiny_tokenizer
 from transformers import LogitsProcessor
 
 from hf_specx import DraftHead, DraftTargetPair, EarlyExitDraft, SuffixDraft
-from hf_specx.pairs.fingerprint import arguments_of, plain_value
+from hf_specx.pairs.fingerprint import arguments_of, json_value
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_equal_processors_are_the_same_and_others_are_not(pair: DraftTargetPair,
 @pytest.mark.parametrize("library", ["outlines", "outlines llguidance", "prefix function"])
 def test_grammars_are_told_apart(library: str):
     pytest.importorskip("outlines")
-    values = [json.dumps(plain_value([make(library, case)])) for case in ("date", "date", "words")]
+    values = [json.dumps(json_value([make(library, case)])) for case in ("date", "date", "words")]
     assert values[0] == values[1] != values[2]
 
 
@@ -76,7 +76,7 @@ def test_what_cannot_be_told_from_others_says_what_it_does_or_is_refused(pair: D
         pair.complete(["the cat"], out=tmp_path / "done.jsonl", logits_processor=[processor], **options)
     assert not [*tmp_path.iterdir()]
     with pytest.raises(ValueError, match="generator"):
-        plain_value(Holding(token for token in "ab"))
+        json_value(Holding(token for token in "ab"))
     pair.complete(["the cat"], logits_processor=[processor], **options)
     processor.fingerprint = "nothing"
     pair.complete(["the cat"], out=tmp_path / "done.jsonl", logits_processor=[processor], **options)

@@ -22,7 +22,7 @@ from transformers import (
 
 from hf_specx.common.checkpoints import Files, read_config
 from hf_specx.common.errors import require
-from hf_specx.common.model_files import AGAIN, check_size
+from hf_specx.common.model_files import GET_AGAIN, check_size
 
 from .detect_head import is_head
 from .head import DraftHead
@@ -118,12 +118,12 @@ def _check_loaded(where: str, loading_info: dict[str, Collection[Any]], weights:
     name, shape, expected = min(loading_info["mismatched_keys"], default=("", (), ()))
     require(
         not loading_info["mismatched_keys"],
-        f"{where}: {name!r} is {list(shape)}, and its config says {list(expected)}; {AGAIN}.",
+        f"{where}: {name!r} is {list(shape)}, and its config says {list(expected)}; {GET_AGAIN}.",
     )
     missing = loading_info["missing_keys"]
     require(
         not missing,
-        f"{where} lacks {len(missing)} of the model's weights, {min(missing, default='')!r} among them; {AGAIN}.",
+        f"{where} lacks {len(missing)} of the model's weights, {min(missing, default='')!r} among them; {GET_AGAIN}.",
     )
     patterns = {re.sub(r"\d+", "#", name) for name in weights}
     has_layers = any("#" in pattern for pattern in patterns)
@@ -133,7 +133,8 @@ def _check_loaded(where: str, loading_info: dict[str, Collection[Any]], weights:
     ]
     require(
         not of_layers,
-        f"{where} has weights for more layers than its config, {min(of_layers, default='')!r} among them; {AGAIN}.",
+        f"{where} has weights for more layers than its config, {min(of_layers, default='')!r} among them; "
+        f"{GET_AGAIN}.",
     )
 
 
@@ -144,6 +145,6 @@ def _naming_folder_in_errors(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:  # wrong values may raise any
         message = (
-            f"transformers cannot read the config of {folder}: {error}; {AGAIN}, or install a newer transformers."
+            f"transformers cannot read the config of {folder}: {error}; {GET_AGAIN}, or install a newer transformers."
         )
         raise ValueError(message) from error
