@@ -62,9 +62,9 @@ def main() -> None:
     for judged, spread, fall in itertools.product(arguments.judged, arguments.spread, FALLS):
         settings = {"judged": judged, "spread": spread, "window": arguments.window}
         alarms = [first_alarm(run, fall, arguments.comparisons, **settings) for run in range(arguments.runs)]
-        found = sorted(alarm for alarm in alarms if alarm is not None)
-        delay = f"{statistics.median(found):.0f}, {found[int(0.9 * len(found))]}" if len(found) > 9 else "-"
-        print(f"| {judged} | {spread} | {fall} | {len(found) / arguments.runs:.1%} | {delay} |", flush=True)
+        delays = sorted(alarm for alarm in alarms if alarm is not None)
+        delay = f"{statistics.median(delays):.0f}, {delays[int(0.9 * len(delays))]}" if len(delays) > 9 else "-"
+        print(f"| {judged} | {spread} | {fall} | {len(delays) / arguments.runs:.1%} | {delay} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -100,12 +100,12 @@ def bound_sockets(host: str, port: int) -> list[socket.socket]:
     """
     sockets: list[socket.socket] = []
     with port_errors(host, port):
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, *_, address in dict.fromkeys(found):
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, *_, address in dict.fromkeys(infos):
             try:
                 sockets.append(bound_socket(family, (address[0], port, *address[2:])))
             except OSError as error:
-                if error.errno not in NO_SUCH_ADDRESS or (address == found[-1][-1] and not sockets):
+                if error.errno not in NO_SUCH_ADDRESS or (address == infos[-1][-1] and not sockets):
                     raise
             else:
                 port = sockets[-1].getsockname()[1]  # that of the first is that of all

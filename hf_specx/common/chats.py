@@ -15,14 +15,14 @@ SETTLED = {  # arguments of `apply_chat_template` that are no variables of a tem
 }
 
 
-def check_template_options(options: Any, given: str) -> None:
-    """Raise ValueError unless these are a chat template's own options by name; `given` is how they were written."""
+def check_template_options(options: Any, shown: str) -> None:
+    """Raise ValueError unless these are a chat template's own options by name; `shown` is how they were written."""
     is_dict = isinstance(options, dict) and all(isinstance(key, str) for key in options)
-    require(is_dict, f'{given} is no dict of options by name; give one, as {{"enable_thinking": false}}.')
+    require(is_dict, f'{shown} is no dict of options by name; give one, as {{"enable_thinking": false}}.')
     settled = sorted(SETTLED & options.keys())
     require(
         not settled,
-        f"{given} has {', '.join(settled)}, which is settled by whoever applies the template; leave it out.",
+        f"{shown} has {', '.join(settled)}, which is settled by whoever applies the template; leave it out.",
     )
 
 

@@ -54,13 +54,13 @@ class Shape(NamedTuple):
 @lru_cache(1024)
 def shape_below(shape: Shape, limits: tuple[int, ...]) -> Shape:
     """A shape without ranks from `limits` on, which are by position, and what follows them; the chain stays."""
-    kept: list[tuple[int, int, int]] = []
+    remaining: list[tuple[int, int, int]] = []
     new_numbers = {-1: -1}  # of the candidates that stay
     for candidate, (parent, position, rank) in enumerate(zip(*shape, strict=True)):
         if parent in new_numbers and (not rank or rank < limits[position]):
-            new_numbers[candidate] = len(kept)
-            kept.append((new_numbers[parent], position, rank))
-    return Shape(*zip(*kept, strict=True)) if kept else shape
+            new_numbers[candidate] = len(remaining)
+            remaining.append((new_numbers[parent], position, rank))
+    return Shape(*zip(*remaining, strict=True)) if remaining else shape
 
 
 class RankEstimate:

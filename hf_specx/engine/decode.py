@@ -17,7 +17,7 @@ def decode(run: Run) -> Iterator[Round]:
     is missing at its next step. Users' own processors are left where plain `generate` leaves them.
     """
     with in_use(run.processors.applied, run.batch) if run.processors.mask_size else nullcontext():
-        run.begin()  # compute the prompts
+        run.begin()  # prefill
         while run.active():  # here or on another rank
             lengths = run.schedule(run.batch)  # [R], each row its own number of candidates
             draft = run.batch.write_draft(run.drafter.propose(run.batch, lengths))

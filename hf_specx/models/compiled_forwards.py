@@ -275,8 +275,7 @@ def forward(
     Gives logits [R, keep, V], and hidden states [R, keep, H] where it runs in the context of `hidden`. Tokens [R, q]
     go to consecutive slots from `starts` [R] on. The first `pads` [R] slots, and `gaps` [R, C], have no token.
     `offsets` [..., R, 1] are positions minus slots, and `last` the last slots whose positions exist: later ones get
-    the same. Nodes of a tree have `node_depths` [R, q] and
-    `node_mask` [R, q, q], as in `TreeAttention`.
+    the same. Nodes of a tree have `node_depths` [R, q] and `node_mask` [R, q, q], as in `TreeAttention`.
     """
     slots = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
     columns, tree = slots, None  # by position
