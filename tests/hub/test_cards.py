@@ -249,12 +249,12 @@ def test_the_commands_in_a_card_are_those_of_specx(tmp_path: Path, monkeypatch: 
 
 
 def test_a_measurement_says_how_text_was_drawn_and_how_sure_it_is():
-    drawn = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "max_new_tokens": 64, "prompts": 24, "turns": 48}
+    drawn = {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "max_new_tokens": 64, "prompts": 24, "turns": 4711}
     sure = measured(**drawn, interval_low=1.21, interval_high=1.58)
     less = measured(max_new_tokens=8, prompts=2, turns=9)
     card = render(full(measurements=[sure, less]), "org/pair")
     rows = [[cell.strip() for cell in line.split("|")] for line in card.splitlines()]
-    of_sure, of_less = (next(row for row in rows if turns in row) for turns in ("48", "9"))
+    of_sure, of_less = (next(row for row in rows if turns in row) for turns in ("4711", "9"))
     assert "1.21 to 1.58" in of_sure
     assert all(figure in of_sure[-2] for figure in ("0.7", "0.9", "50", "64", "24"))
     assert "*not measured*" in of_less
