@@ -13,7 +13,7 @@ from hf_specx.common.round import Listener, Round
 from hf_specx.drafting.auto import AutoDraftLength, RoundTimer
 from hf_specx.drafting.costs import MAX_DRAFT_TOKENS, Costs
 from hf_specx.drafting.drafter import DraftContext, Drafter
-from hf_specx.drafting.forward_times import assumed_times, size_of
+from hf_specx.drafting.forward_times import QUERY_LENGTHS, TREE_QUERY_LENGTHS, assumed_times, size_of
 from hf_specx.drafting.schedule import DraftLengthSchedule
 from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.drafting.trees import COMPILED_NODES, RankEstimate, TreeShapes
@@ -212,13 +212,16 @@ class Run:
             if any_rank(rows not in costs.table, device):  # then all ranks measure together
                 costs.measure(rows, target_step, draft_step)
             return
-        assumed = costs.table[rows] if rows in costs.assumed else None
+        # what is compiled has no forwards of other lengths than its rounds
+        has_large_trees = self.tree_shapes is not None and not call.strategy.compile
+        query_lengths = TREE_QUERY_LENGTHS if has_large_trees else QUERY_LENGTHS
         only_timing_tells = call.tensor_parallel or call.strategy.compile
-        if assumed is None and not costs.knows(rows) and not only_timing_tells:
+        earlier = costs.table.get(rows)
+        if earlier is None and not only_timing_tells:
             target_size, draft_size = size_of(self.target.model), self.drafter.size()
             if target_size is not None and draft_size is not None:
-                assumed = assumed_times(target_size, draft_size, rows, device)
-        costs.prepare(rows, target_step, draft_step, assumed)
+                earlier = assumed_times(target_size, draft_size, rows, device)
+        costs.prepare(rows, target_step, draft_step, earlier, query_lengths)
 
     def calibrate(self) -> None:
         """Time bare forwards of both models after the prompts, and put the times into the costs."""
