@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 
-from hf_specx.drafting import auto, costs
+from hf_specx.drafting import costs, round_timer
 from hf_specx.engine import run
 from hf_specx.models import compiled, compiled_forwards
 
@@ -48,8 +48,8 @@ def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(costs, "time_forwards", paying)
     monkeypatch.setattr(run, "assumed_times", paying)
-    monkeypatch.setattr(auto.RoundTimer, "_ratios", lambda round_timer, rows: (1.0, 1.0))
-    monkeypatch.setattr(auto.RoundTimer, "has_seen_plain", lambda round_timer, rows: True)
+    monkeypatch.setattr(round_timer.RoundTimer, "_ratios", lambda timer, rows: (1.0, 1.0))
+    monkeypatch.setattr(round_timer.RoundTimer, "has_seen_plain", lambda timer, rows: True)
 
 
 @pytest.fixture

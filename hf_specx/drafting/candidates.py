@@ -21,9 +21,9 @@ from hf_specx.models.prompts import prepare
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.verifiers import GreedyVerifier, Verifier
 
-from .auto import RoundTimer
 from .drafter import DraftContext, Drafter, no_candidates, shared_prefix_length
 from .forced import ForcedRun
+from .round_timer import RoundTimer
 from .several import SeveralDrafts
 from .trees import Shape, TreeKind, TreeShapes, shape_below
 

@@ -16,8 +16,8 @@ from hf_specx.models.runner import ModelRunner
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.verifiers import RejectionVerifier, Verifier
 
-from .auto import RoundTimer
 from .forward_times import ForwardSize, size_of
+from .round_timer import RoundTimer
 from .trees import TreeShapes
 
 
@@ -159,9 +159,10 @@ class Drafter(Protocol):
         return ""
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        """A function that runs the step for one more candidate of each row, with so many tokens of every row.
+        """A function that runs one step of the draft, for one more candidate of each row, and waits for it.
 
-        Of a drafter that `drafts_blocks`, the step for all of them.
+        Its argument is how many tokens of a row the step is fed, which is always 1. Of a drafter that `drafts_blocks`
+        it runs the step for all candidates.
 
         It is timed. With None "auto" is `max_candidates`, or 5 without one; `lambda _: None` says that candidates cost
         nothing.

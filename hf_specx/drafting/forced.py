@@ -11,7 +11,7 @@ from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft
 from hf_specx.sampling.processors import Processors
 
-from .auto import RoundTimer
+from .round_timer import RoundTimer
 
 
 MAX_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary

@@ -30,12 +30,12 @@ class DeviceSpeed(NamedTuple):
     """What a device does in a second.
 
     Attributes:
-        layer: seconds that a layer takes for next to nothing.
+        layer_seconds: that a layer takes for next to nothing.
         bandwidth: bytes of weights that are read in a second.
         operations: multiplications and additions in a second; on a CPU of one thread.
     """
 
-    layer: float
+    layer_seconds: float
     bandwidth: float
     operations: float
 
@@ -48,18 +48,18 @@ class ForwardSize(NamedTuple):
     """How much a forward computes.
 
     Attributes:
-        layers: of the model.
-        dense: bytes of the weights that every token needs.
-        experts: bytes of all routed experts, of which a token needs a `share`.
-        weight: bytes of one weight.
+        num_layers: of the model.
+        dense_bytes: of the weights that every token needs.
+        expert_bytes: of all routed experts, of which a token needs an `expert_share`.
+        bytes_per_weight: of the widest.
         tokens_per_row: that it is fed: of a block, its whole length.
     """
 
-    layers: int
-    dense: float
-    experts: float = 0.0
-    share: float = 1.0
-    weight: float = 4.0
+    num_layers: int
+    dense_bytes: float
+    expert_bytes: float = 0.0
+    expert_share: float = 1.0
+    bytes_per_weight: float = 4.0
     tokens_per_row: int = 1
 
 
@@ -94,21 +94,21 @@ def _first_in(config: Any, names: tuple[str, ...]) -> Any:
     return next((number for number in numbers if number), None)
 
 
-def assumed_times(target: ForwardSize, draft: ForwardSize, batch: int, device: torch.device) -> ForwardTimes:
+def assumed_times(target: ForwardSize, draft: ForwardSize, batch_size: int, device: torch.device) -> ForwardTimes:
     """Times of batch size B, assumed by sizes: only the ratios of these seconds matter."""
-    times = {query: assumed_seconds(target, batch * query, device) for query in QUERY_LENGTHS}
-    return {"target": times, "draft": assumed_seconds(draft, batch * draft.tokens_per_row, device)}
+    times = {query: assumed_seconds(target, batch_size * query, device) for query in QUERY_LENGTHS}
+    return {"target": times, "draft": assumed_seconds(draft, batch_size * draft.tokens_per_row, device)}
 
 
 def assumed_seconds(size: ForwardSize, tokens: int, device: torch.device) -> float:
     """How long a forward of so many tokens in all rows should take."""
     on_cpu = device.type == "cpu"
     speed = CPU if on_cpu else ACCELERATOR
-    starting = speed.layer * (size.layers + OUTER_LAYERS) if size.layers else 0.0
-    read = size.dense + size.experts * min(1.0, size.share * tokens)
-    computed = 2 * tokens * (size.dense + size.experts * size.share) / size.weight
+    starting = speed.layer_seconds * (size.num_layers + OUTER_LAYERS) if size.num_layers else 0.0
+    bytes_read = size.dense_bytes + size.expert_bytes * min(1.0, size.expert_share * tokens)
+    num_weights = (size.dense_bytes + size.expert_bytes * size.expert_share) / size.bytes_per_weight
     operations = speed.operations * (torch.get_num_threads() if on_cpu else 1)
-    working = read / speed.bandwidth + computed / operations
+    working = bytes_read / speed.bandwidth + 2 * tokens * num_weights / operations
     return starting + working if on_cpu else max(starting, working)  # it computes while the next layers are started
 
 

@@ -14,11 +14,12 @@ from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.tree import Parents
 
-from .auto import AcceptanceEstimate, RoundTimer
+from .acceptance import AcceptanceEstimate
 from .costs import PRIOR_ALPHA
 from .drafter import DraftContext, Drafter
 from .forced import apply_masks
 from .forward_times import ForwardSize
+from .round_timer import RoundTimer
 
 
 class SeveralDrafts(Drafter):

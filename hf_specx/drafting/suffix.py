@@ -17,17 +17,18 @@ from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.tree import row_tree_of
 
-from .auto import RoundTimer, most_tokens_per_second
+from .auto import best_num_candidates
 from .drafter import DraftContext, Drafter, check_number, no_candidates
 from .forward_times import NOTHING, ForwardSize
+from .round_timer import RoundTimer
 from .suffix_pool import DEPTH, NGrams, SuffixPool
-from .trees import LEAST_GAIN, TreeShapes
+from .trees import MIN_GAIN, TreeShapes
 
 
 UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
 UNLIKELY_BRANCH = 0.02  # the same where candidates may branch, and are looked for up to a number
-MOST_BRANCHES = 64  # candidates of a row that may branch, where no number was asked for
-LEAST_ASSUMED = 0.25  # chance of a candidate after a match of one token; after 2 or 3 it is a half, and so on
+MAX_BRANCHES = 64  # candidates of a row that may branch, where no number was asked for
+MIN_ASSUMED = 0.25  # chance of a candidate after a match of one token; after 2 or 3 it is a half, and so on
 ASSUMED_WEIGHT = 3.0  # candidates that the acceptance assumed at first counts for
 REMEMBERED = 0.99  # what earlier candidates are worth after one more match
 
@@ -76,7 +77,7 @@ class MatchAcceptance:
     def rate(self, length: int) -> float:
         """The chance that a candidate is kept, if those before it are."""
         size = length.bit_length()
-        assumed = max(LEAST_ASSUMED, 1 - 0.5 ** (size - 1))
+        assumed = max(MIN_ASSUMED, 1 - 0.5 ** (size - 1))
         return (self.kept[size] + ASSUMED_WEIGHT * assumed) / (self.tried[size] + ASSUMED_WEIGHT)
 
     def update(self, length: int, accepted: int, judged: int) -> None:
@@ -214,17 +215,18 @@ class SuffixDraft(Drafter):
 
     def _best(self, chances: list[list[float]]) -> int:
         """The number of candidates with the most tokens a second, by the chances of each row's to be kept."""
-        return self._most_tokens_per_second(chances, may_branch=self.tree_shapes is not None)[0]
+        return self._best_number(chances, may_branch=self.tree_shapes is not None)[0]
 
-    def _most_tokens_per_second(self, chances: list[list[float]], may_branch: bool) -> tuple[int, float]:
+    def _best_number(self, chances: list[list[float]], may_branch: bool) -> tuple[int, float]:
         """That number, and how many tokens a second of a row it promises."""
         rows, longest = len(chances), max(map(len, chances))
         means = [sum(row[i] for row in chances if i < len(row)) / rows for i in range(longest)]
         seconds, numbers = list(self.round_timer.times(rows, longest, steps=False)), list(range(1 + longest))
         if may_branch and self.tree_shapes is not None:
             numbers = [number for number in (0, *self.tree_shapes.numbers, longest) if number <= longest]
+            self.round_timer.considers_trees = True
             seconds[1:] = self.round_timer.tree_times(rows, 0, longest)[1:]
-        number, speedup = most_tokens_per_second(means, seconds, numbers)
+        number, speedup = best_num_candidates(means, seconds, numbers)
         return number, speedup / seconds[0]
 
     def _best_kind(self, matches: list[Match]) -> list[Match]:
@@ -233,10 +235,10 @@ class SuffixDraft(Drafter):
         if chains == matches:
             return matches
         of_trees, of_chains = (
-            self._most_tokens_per_second([match.chances for match in kind], may_branch)[1]
+            self._best_number([match.chances for match in kind], may_branch)[1]
             for kind, may_branch in ((matches, True), (chains, False))
         )
-        return matches if of_trees > LEAST_GAIN * of_chains else chains
+        return matches if of_trees > MIN_GAIN * of_chains else chains
 
     def _find(self, row: int, max_candidates: int) -> Match:
         """Candidates for a row, of which so many may follow each other at most, and that are likely enough."""
@@ -254,7 +256,7 @@ class SuffixDraft(Drafter):
         rate = self.row_acceptance[row].rate(length)
         if self.tree_shapes is None:
             return Match(*_most_frequent(continuations, depth, rate), length)
-        number = self.tree_shapes.nodes if isinstance(self.tree_shapes.nodes, int) else MOST_BRANCHES
+        number = self.tree_shapes.nodes if isinstance(self.tree_shapes.nodes, int) else MAX_BRANCHES
         return Match(*_likeliest(continuations, depth, rate, number, UNLIKELY_BRANCH), length)
 
     def _text(self, row: int) -> array:

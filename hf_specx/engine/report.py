@@ -49,7 +49,7 @@ class SpeculationReport:
         misread_reason: why the files of a head look as if they were misread, and what to do.
         tree_reason: why candidates did not branch though that was asked for.
         plain_steps: target forwards without candidates, the prompts' own among them.
-        nodes: all candidates, where they branch; `drafted`, `judged` and what is by position are those of first choice.
+        nodes: all candidates, where they branch; `drafted`, `judged` and what is by position are of first choices.
         accepted_per_rank: accepted candidates by their rank among those that followed the same token.
         forced: candidates that were the only token allowed.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
@@ -298,11 +298,11 @@ class SpeculationReport:
         costs = self._costs
         if costs is None or not self.round_sizes:
             return None if costs is None else 1.0
-        plain = costs.target(self.rows, 1)
+        plain = costs.target_seconds(self.rows, 1)
         taken = 0.0
         for size, number in self.round_sizes.items():
-            forwards = costs.target(self.rows, 1 + size.most_candidates) + costs.drafting(self.rows, size.draft_steps)
-            taken += number * forwards
+            drafting = costs.drafting_seconds(self.rows, size.draft_steps)
+            taken += number * (costs.target_seconds(self.rows, 1 + size.most_candidates) + drafting)
         return self.new_tokens_in_rounds * plain / taken
 
     @property

@@ -10,10 +10,11 @@ from typing import Any
 from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.round import Listener, Round
-from hf_specx.drafting.auto import AutoDraftLength, RoundTimer
+from hf_specx.drafting.auto import AutoDraftLength
 from hf_specx.drafting.costs import MAX_DRAFT_TOKENS, Costs
 from hf_specx.drafting.drafter import DraftContext, Drafter
 from hf_specx.drafting.forward_times import QUERY_LENGTHS, TREE_QUERY_LENGTHS, assumed_times, size_of
+from hf_specx.drafting.round_timer import RoundTimer
 from hf_specx.drafting.schedule import DraftLengthSchedule
 from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.drafting.trees import COMPILED_NODES, RankEstimate, TreeShapes
@@ -176,12 +177,13 @@ class Run:
         if round_timer is not None and (call.synced_gpus or call.tensor_parallel):
             options["agree"] = partial(of_first_rank, device=self.batch.ids.device)
         num_draft_tokens = fixed_draft_tokens(call)
-        most = self.drafter.max_candidates
+        max_candidates = self.drafter.max_candidates
         if num_draft_tokens is not None:
             return DraftLengthSchedule(num_draft_tokens, round_timer, **options)
         if round_timer is None:
-            return DraftLengthSchedule(most or FIXED_DRAFT_TOKENS, **options)
-        return AutoDraftLength(round_timer, call.verification, self.batch, call.strategy.compile, most, **options)
+            return DraftLengthSchedule(max_candidates or FIXED_DRAFT_TOKENS, **options)
+        compiled = call.strategy.compile
+        return AutoDraftLength(round_timer, call.verification, self.batch, compiled, max_candidates, **options)
 
     def _timer_of_auto(self) -> RoundTimer | None:
         """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times.
@@ -200,6 +202,7 @@ class Run:
         if draft_step is None:
             return None
         self._measure_costs(draft_step)
+        self.round_timer.start()
         if call.tensor_parallel:
             return RoundTimer(self.costs, self.round_timer.online)  # for the schedule alone, whose ranks agree
         return self.round_timer
@@ -209,14 +212,14 @@ class Run:
         call, costs, rows = self.call, self.costs, len(self.batch.rows)
         target_step, device = partial(self.target.dummy_run, self.batch), self.batch.ids.device
         if call.synced_gpus:
-            if any_rank(rows not in costs.table, device):  # then all ranks measure together
+            if any_rank(rows not in costs.forward_times, device):  # then all ranks measure together
                 costs.measure(rows, target_step, draft_step)
             return
         # what is compiled has no forwards of other lengths than its rounds
         has_large_trees = self.tree_shapes is not None and not call.strategy.compile
         query_lengths = TREE_QUERY_LENGTHS if has_large_trees else QUERY_LENGTHS
         only_timing_tells = call.tensor_parallel or call.strategy.compile
-        earlier = costs.table.get(rows)
+        earlier = costs.forward_times.get(rows)
         if earlier is None and not only_timing_tells:
             target_size, draft_size = size_of(self.target.model), self.drafter.size()
             if target_size is not None and draft_size is not None:
@@ -382,8 +385,8 @@ def would_not_draft(call: Call, costs: Costs) -> bool:
         return False
     if any(isinstance(each, RoundProcessor) and each.vocab_size for each in call.processors):  # of forced tokens
         return False
-    most = drafter.max_candidates
-    return AutoDraftLength(RoundTimer(costs), call.verification, make_batch(call), most=most).is_idle()
+    round_timer, limit = RoundTimer(costs), drafter.max_candidates
+    return AutoDraftLength(round_timer, call.verification, make_batch(call), max_candidates=limit).is_idle()
 
 
 def make_batch(call: Call) -> Batch:

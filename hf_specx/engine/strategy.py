@@ -87,7 +87,7 @@ class SpeculativeDecoding(NoModel):
         tokenizer_match: "auto" refuses a draft with another tokenizer if less than half of the tokens of a sample text
             are in both, "tokens" if none is.
         costs: of an earlier strategy (`strategy.costs`), so that this one drafts the same numbers. From then on both
-            learn from the calls of either; `costs.apart()` is a copy.
+            learn from the calls of either; `costs.copy()` is a copy.
 
     Attributes:
         report: the `SpeculationReport` of the last call, None before the first.

@@ -95,7 +95,7 @@ def generate(
         if "costs" in options:
             return call_generate(strategy, owner, model, inputs, kwargs, reached)
         with remembered_times(strategy, model) as times:  # those at batch sizes of other calls must not count
-            strategy.costs = replace(costs.apart(), measured=times)
+            strategy.costs = replace(costs.copy(), measured=times)
             return call_generate(strategy, owner, model, inputs, kwargs, reached)
 
 

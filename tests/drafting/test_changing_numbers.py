@@ -138,6 +138,6 @@ def test_rounds_by_the_past_keep_the_law(monkeypatch: pytest.MonkeyPatch, verifi
     """The joint distribution of the first tokens, where later rounds are as long as earlier ones were good."""
     draws = ENOUGH if numbers is EachByItsPast else {"batches": 200, "rows": 64}
     monkeypatch.setattr("hf_specx.engine.run.AutoDraftLength", numbers)
-    monkeypatch.setattr(Costs, "measure", lambda costs, batch, *_: costs.table.update({batch: KNOWN}))
+    monkeypatch.setattr(Costs, "measure", lambda costs, batch, *_: costs.forward_times.update({batch: KNOWN}))
     tokens = draw(verification, **draws, num_draft_tokens="auto")
     assert min(p_values(tokens, exact_distribution([]))) > 1e-6 / 8

@@ -8,8 +8,9 @@ from all_pairs import once
 from rounds import made_round
 
 from hf_specx.common.batch import Batch, RowState
-from hf_specx.drafting.auto import COMPILED_NUMBERS, AutoDraftLength, RoundTimer
+from hf_specx.drafting.auto import COMPILED_NUMBERS, AutoDraftLength
 from hf_specx.drafting.costs import PRIOR_ALPHA, Costs, expected_tokens
+from hf_specx.drafting.round_timer import RoundTimer
 
 
 class Line(RoundTimer):
@@ -185,8 +186,8 @@ def test_a_draft_that_was_slow_by_chance_is_timed_again():
     for _ in range(8):
         auto = AutoDraftLength(RoundTimer(costs, online=True), "greedy", prompted(1, 60))
         for _ in range(20):
-            now[0] += costs.forwards(1, auto.num_draft_tokens)
+            now[0] += costs.forward_seconds(1, auto.num_draft_tokens)
             auto.observe(made_round([auto.num_draft_tokens], [auto.num_draft_tokens]))
         auto.end()
     assert auto.num_draft_tokens > 0
-    assert costs.rounds[1][auto.num_draft_tokens] < 1.5 * costs.forwards(1, auto.num_draft_tokens)
+    assert costs.rounds[1][auto.num_draft_tokens] < 1.5 * costs.forward_seconds(1, auto.num_draft_tokens)

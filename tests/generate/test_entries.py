@@ -161,7 +161,7 @@ def test_options(world: SimpleNamespace, form: str, layout: str):
     assert (report.layout, report.verification, report.num_draft_tokens) == (layout, "token", 2)
     costs = Costs()
     world.call[form](**prompts(3), **SAMPLED, costs=costs, compile=False)
-    assert 3 in costs.table
+    assert 3 in costs.forward_times
 
 
 def test_custom_generate_in_a_call_of_the_override(world: SimpleNamespace):

@@ -25,7 +25,7 @@ from .network import HeadNetwork, StepOutput
 from .runner import HeadRunner
 
 
-MOST_PENDING = 64  # columns of states that wait for candidates to be wanted; beyond, they are appended in any case
+MAX_PENDING = 64  # columns of states that wait for candidates to be wanted; beyond, they are appended in any case
 PREFILL_CHUNK = 1024  # entries of a prompt that are appended together, since the mask grows with them
 
 
@@ -209,7 +209,7 @@ class HeadDrafter(TreeDrafter):
             self.pending_prompts = {row: self.pending_prompts[row] for row in waiting}
             self.pending_states = states.index_select(0, done.keep_indices.to(states.device))
             self.runner.gather_rows(done.keep_indices)
-        if self.pending_states.shape[1] > MOST_PENDING and not done.finished:
+        if self.pending_states.shape[1] > MAX_PENDING and not done.finished:
             self._append_pending_states(batch)
 
     def decode_step(self, batch: Batch, ahead: int, num_unfed: int = 0) -> torch.Tensor:

@@ -36,7 +36,7 @@ AUTO_CLASSES = (
 )
 COMMIT = "_commit_hash"  # attribute of a config, not saved with it
 NO_ADAPTERS = "none"  # where transformers looks for one if peft is installed, else on the Hub, without the token
-MOST_IN_BUFFERS = 2**28  # numbers, more than those of any real model
+MAX_IN_BUFFERS = 2**28  # numbers, more than those of any real model
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -81,7 +81,7 @@ def load_model(
         with _naming_folder_in_errors(folder), torch.device("meta"):
             empty = loader.from_config(config, attn_implementation="eager", **trust)
         buffer_size = sum(buffer.numel() for buffer in empty.buffers())  # computed, not loaded
-        check_size(folder, empty.num_parameters() + max(0, buffer_size - MOST_IN_BUFFERS))
+        check_size(folder, empty.num_parameters() + max(0, buffer_size - MAX_IN_BUFFERS))
     model, loading_info = loader.from_pretrained(
         str(folder),
         output_loading_info=True,
