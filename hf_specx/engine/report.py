@@ -31,12 +31,12 @@ class RoundSize(NamedTuple):
     Attributes:
         drafted: candidates of the row.
         draft_steps: positions for which the draft had to take a step; a head that drafts a block takes one for all.
-        most_candidates: of the row that has most.
+        max_candidates: of the row that has most.
     """
 
     drafted: int
     draft_steps: int
-    most_candidates: int
+    max_candidates: int
 
 
 @dataclass
@@ -110,7 +110,7 @@ class SpeculationReport:
     def observe(self, done: Round) -> None:
         """Count a round."""
         self._add_rows(len(done.batch.row_states) - self.rows)
-        longest, most_candidates = max(done.draft.lengths), max(done.num_candidates)
+        longest, max_candidates = max(done.draft.lengths), max(done.num_candidates)
         num_steps, judged = done.draft.steps, done.judged
         self.rounds += longest > 0
         self.plain_steps += longest == 0
@@ -118,7 +118,7 @@ class SpeculationReport:
         self._count_acceptance(done)
         for index, (row, record) in enumerate(zip(done.rows, records_of(done), strict=True)):
             if record.drafted or self.emitted_per_row[row]:  # else it is the first step, with the prompt
-                self.round_sizes[RoundSize(record.drafted, num_steps, most_candidates)] += 1
+                self.round_sizes[RoundSize(record.drafted, num_steps, max_candidates)] += 1
                 self.new_tokens_in_rounds += done.num_new_tokens[index]
             self._keep(row, record)
             self.emitted_per_row[row] += record.emitted
@@ -296,7 +296,7 @@ class SpeculationReport:
         plain = costs.target(self.rows, 1)
         taken = 0.0
         for size, number in self.round_sizes.items():
-            forwards = costs.target(self.rows, 1 + size.most_candidates) + costs.drafting(self.rows, size.draft_steps)
+            forwards = costs.target(self.rows, 1 + size.max_candidates) + costs.drafting(self.rows, size.draft_steps)
             taken += number * forwards
         return self.new_tokens_in_rounds * plain / taken
 

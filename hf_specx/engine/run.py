@@ -27,7 +27,7 @@ from hf_specx.sampling.processors import NO_LIMIT, Processors, RoundProcessor
 from hf_specx.sampling.verifiers import make_verifier
 
 from .call import Call
-from .check_options import MOST_NODES
+from .check_options import MAX_NODES
 from .outputs import Outputs, Stream
 from .queue import KEPT_ROUNDS
 from .ranks import any_rank, of_first_rank
@@ -115,7 +115,7 @@ class Run:
         if not call.max_nodes:
             return None
         most = most_nodes(call)
-        numbers = COMPILED_NODES if call.strategy.compile else range(1, 1 + MOST_NODES)
+        numbers = COMPILED_NODES if call.strategy.compile else range(1, 1 + MAX_NODES)
         nodes = call.max_nodes if isinstance(call.max_nodes, str) else most
         ranks = self.costs.rank_estimates.setdefault(call.verification, RankEstimate())
         chooses_depth = fixed_draft_tokens(call) is None  # else that number is the depth
@@ -350,7 +350,7 @@ class Run:
 def most_nodes(call: Call) -> int:
     """The most candidates of a row in a round of a call where they may branch; 0 where they may not."""
     round_size = tokens_of_a_round(call.prompt.model)
-    most = call.max_nodes if isinstance(call.max_nodes, int) else MOST_NODES
+    most = call.max_nodes if isinstance(call.max_nodes, int) else MAX_NODES
     return most if round_size is None else min(most, round_size - 1)
 
 

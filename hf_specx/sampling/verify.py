@@ -92,8 +92,8 @@ def verify_token(
         all_accepted = accepted == (num_candidates if is_candidate is None else is_candidate.sum(-1))
         draft = _at_position(accepted.clamp(max=num_candidates - 1), draft_probs)
         residual = (target - draft.masked_fill_(all_accepted[:, None], 0)).clamp_(min=0)
-    acceptance = (p.double() / q).clamp(max=1).cumprod(-1)
-    return Verdict(accepted, _draw(residual, target, next_uniform), acceptance)
+    prefix_acceptance = (p.double() / q).clamp(max=1).cumprod(-1)
+    return Verdict(accepted, _draw(residual, target, next_uniform), prefix_acceptance)
 
 
 def verify_block(
@@ -170,8 +170,8 @@ def verify_tree(
     path_nodes = at_nodes(tree.node_paths, last_node)[:, 0]
     accepted = tree.node_depths.gather(1, last_node)[:, 0]
     next_token = target_tokens.gather(1, last_node)[:, 0]
-    acceptance = is_reached.gather(1, tree.first_choice_nodes)[:, 1:].long()
-    return Verdict(accepted, next_token, acceptance, path_nodes=path_nodes)
+    prefix_acceptance = is_reached.gather(1, tree.first_choice_nodes)[:, 1:].long()
+    return Verdict(accepted, next_token, prefix_acceptance, path_nodes=path_nodes)
 
 
 def sample_exponential_race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ def test_the_walk_is_that_of_each_row_alone():
                 assert verdict.next_token[row] == target_tokens[row, ended_at]
             first = row_tree_of(of_row).first_choices
             leading = [i for i, number in enumerate(first) if path[: i + 1] == list(first[: i + 1])]
-            assert len(twins) < len(of_row) or verdict.acceptance[row, : len(first)].sum() == len(leading)
+            assert len(twins) < len(of_row) or verdict.prefix_acceptance[row, : len(first)].sum() == len(leading)
 
 
 def test_parents_stand_before_their_children():

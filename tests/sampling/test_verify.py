@@ -186,7 +186,7 @@ def assert_as_alone(verdict: Verdict, judge: Callable[[slice, int], Verdict]) ->
         alone = judge(this_row, k)
         assert torch.equal(verdict.accepted[this_row], alone.accepted)
         assert torch.equal(verdict.next_token[this_row], alone.next_token)
-        assert torch.equal(verdict.acceptance[this_row, :k], alone.acceptance)
+        assert torch.equal(verdict.prefix_acceptance[this_row, :k], alone.prefix_acceptance)
 
 
 @either

@@ -69,7 +69,7 @@ def last_kept(
     """One candidate more than agrees with the target."""
     right = verify_match(candidates, target_tokens, is_candidate)
     accepted = torch.minimum(right.accepted + 1, counts(candidates, is_candidate))
-    return Verdict(accepted, target_tokens.gather(1, accepted[:, None])[:, 0], right.acceptance)
+    return Verdict(accepted, target_tokens.gather(1, accepted[:, None])[:, 0], right.prefix_acceptance)
 
 
 def colder(verifier: RejectionVerifier, batch, scores, ahead, lengths):
