@@ -256,6 +256,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             self.runner.limit_computed_tokens(row, min(num_fed, done.batch.counts[row] - 1))
         if done.keep_indices is not None:
             self.runner.drop_rows(done.keep_indices)
+            self.runner.forget_prompts([row for row in done.rows if row not in done.batch.rows])
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return lambda count: self._ready(batch).dummy_run(batch, count)

@@ -87,7 +87,9 @@ class RequestQueue:
 
     def run_each_alone(self) -> None:
         """Let the requests of the batch that has begun wait again, and decode each request alone."""
-        self.put_back, self.all_run_alone = self.batch_requests, True
+        next_ones = [] if self.next is None else [self.next]
+        self.put_back, self.next = [*self.batch_requests, *next_ones, *self.put_back], None
+        self.all_run_alone = True
 
     def batch_inputs(self) -> PreparedInputs:
         """What `generate` prepares for the batch: rows with pads, or one request that runs alone, as any call."""
@@ -115,18 +117,19 @@ class RequestQueue:
     def next_requests(self, batch: Batch, ended: list[int]) -> dict[int, PreparedRequest]:
         """The next requests, taken for the places of rows that have ended and for those that are free, by row."""
         requests: dict[int, PreparedRequest] = {}
-        present = {row: batch.row_states[row].request for row in batch.rows}
+        present = [batch.row_states[row].request for row in batch.rows if row not in ended]
         free = [row for row in range(self.max_rows) if row not in batch.rows]
         for row in [*ended, *free]:
             request = self._peek()
             if request is None or request.runs_alone:
                 break
-            others = [other for number, other in (present | requests).items() if number != row]
-            widest = max(len(each.input_ids) for each in [request, *others])
+            together = [*present, *requests.values(), request]
+            widest = max(len(each.input_ids) for each in together)
             # if a prompt was much longer than those that are left, forwards would go on reading that width
             too_wide = batch.width - widest > max(MAX_UNUSED_COLUMNS, widest)
-            if not too_wide and self._fits([request, *others], max(len(batch.row_states), row + 1), batch.width):
-                requests[row] = self._take()
+            if too_wide or not self._fits(together, max(len(batch.row_states), row + 1), batch.width):
+                break
+            requests[row] = self._take()
         return requests
 
     def observe(self, done: Round) -> None:

@@ -289,6 +289,7 @@ class Run:
         """
         dropped = [row for row in done.ended if row not in requests]
         self.finished = len(dropped) == len(done.rows)
+        assert not (self.finished and requests)  # places of rows that have ended are filled before free ones
         keep_indices = None if self.finished else self.batch.drop_rows(dropped)
         done = replace(done, keep_indices=keep_indices, finished=self.finished)
         if self.target.is_half_idle:  # what a round takes is not what one of so many rows would
@@ -416,7 +417,7 @@ def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -
         seed=request.seed,
         independent_lengths=request.has_own_seed and call.verification in DRAWN_BY_LENGTH,
         is_refill=is_refill,
-        processors=RowProcessors(request.processors, request.stopping.eos_token_ids),
+        processors=RowProcessors(request.row_processors, request.stopping.eos_token_ids),
         stopping=request.stopping,
         request=request,
     )

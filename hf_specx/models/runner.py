@@ -351,6 +351,10 @@ class ModelRunner:
             self._save_keys_values(done)
         if done.keep_indices is not None:
             self.drop_rows(done.keep_indices)
+            self.forget_prompts([row for row in done.rows if row not in done.batch.rows])
+
+    def forget_prompts(self, rows: list[int]) -> None:
+        """Copy nothing for later prompts from these rows, which have left: their slots will be others'."""
 
     def drop_rows(self, keep_indices: torch.Tensor) -> None:
         """Keep only those of the decoding rows [R] that are at indices `keep_indices` [R']."""
