@@ -271,5 +271,5 @@ class Round:
 class Listener(Protocol):
     """An object that wants to know what became of each round."""
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Called once the text has grown."""
