@@ -3,51 +3,11 @@
 Pure tensor functions: all randomness comes in as arguments, and nothing here knows a model, a cache or a text. Their
 verdicts leave `overlap` and `undefined` to the `Verifier`, since these are the same for all ways to verify.
 
-Glossary (one meaning each, everywhere in this package):
-    target: the model whose distribution the text must have.
-    draft: what proposes tokens: a smaller model, the target's first layers, or the text itself; see `drafting`.
-    candidate: a drafted token that is not judged yet.
-    round: draft, one target forward, verify; without candidates a plain step.
-    step: one forward for one more token of each row, of the draft (a draft step) or of the target (a plain step).
-    tree: candidates of which several may follow the same token; each but the first ones has a parent among them.
-    node: what a token can follow: node 0 is the last emitted token, node i + 1 candidate i. Where nodes are counted,
-        as in `tree=16`, node 0 is left out.
-    comb: the chain of first choices with next best ones beside it, which nothing follows.
-    rank: of a candidate among its siblings, best first; the draft's first choice has rank 0.
-    chain of first choices: the candidates of rank 0 from the last emitted token on; of a chain these are all.
-    judged candidate: one whose predecessors in its round were all accepted; nothing is judged behind a rejection.
-    accepted token: a candidate that verification kept.
-    recovered token: drawn from the residual, after a rejection.
-    bonus token: drawn from the target, after all candidates were accepted.
-    forced token: the only one that masks allow at its position; a candidate that takes no step of the draft.
-    verdict: what verification says of a round: how many candidates are accepted, and the token after them.
-    residual: norm(max(0, p - q)), the probability that the target gives beyond the draft.
-    emitted token: an accepted, recovered or bonus token that is part of the text; a stop may cut the others.
-    rollback: taking rejected candidates out of caches, states and masks.
-    layout: how rows of unequal length share one batch and one cache; one of the next four.
-    ragged: each row has slots of its own and ends where it ends, as under continuous batching; a mask hides the rest.
-    padded: all rows end in one slot, behind pads on their left.
-    packed: the rows lie one after another in a batch of one, as texts are packed for training.
-    lockstep: all rows advance by as many tokens as the row that accepted fewest.
-    row: one text of the batch. A variable `row` is its number, 0 to B - 1, for the whole call; its `RowState` is a
-        `row_state`.
-    row index: the index of a row among the R that still decode, in tensors [R, ...].
-    refill: a row of a queue that has replaced one that had ended.
-    column: an index into the output of `generate`, in which prompts are padded on the left.
-    slot: an index into a cache.
-    position: the number of a token in its row's text, as position embeddings see it; also, of a round, which of its P
-        scored tokens.
-    ahead: how many candidates lie between the end of a row and what is asked for.
-    feed: compute the keys and values of a token, which stay in the cache, and its logits.
-    plain: `generate` of transformers without a draft; assisted: with its `assistant_model=`.
-    p, q: distribution of the target and of the draft, both after every logits processor; a candidate was drawn from
-        exactly q.
-    alpha: the mean of sum_x min(p, q) over judged candidates.
-    cost coefficient: c, the time of a draft step over that of a target step.
-    gamma: `num_draft_tokens`, the number of candidates of a round.
-
-Shapes: B rows of the batch, R rows still decoding, K candidates of a row, P positions scored (K + 1 where all
-candidates are), L prefix length (in columns), V vocabulary.
+Symbols: p and q are the distributions of the target and of the draft, both after every logits processor; a candidate
+was drawn from exactly q. After a rejection comes a recovered token, drawn from the residual norm(max(0, p - q)); after
+all candidates a bonus token, drawn from p. Of a tree, node 0 is the last emitted token and node i + 1 is candidate i.
+R rows that still decode, K candidates of a row, D candidates on the longest branch, V tokens of the vocabulary. All
+other words of the package: .github/GLOSSARY.md of its repository.
 """
 
 import itertools
