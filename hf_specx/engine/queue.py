@@ -132,18 +132,18 @@ class RequestQueue:
             requests[row] = self._take()
         return requests
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Complete the requests of rows that ended in a round."""
-        row_states = done.batch.row_states
-        for index, row in enumerate(done.rows if self.logprobs else ()):
-            row_states[row].logprobs += _logprobs(done, index, row)
-        for row, tokens in zip(done.rows, done.tokens, strict=True) if self.streams else ():
+        row_states = round_.batch.row_states
+        for index, row in enumerate(round_.rows if self.logprobs else ()):
+            row_states[row].logprobs += _logprobs(round_, index, row)
+        for row, tokens in zip(round_.rows, round_.tokens, strict=True) if self.streams else ():
             self.new_tokens.setdefault(row_states[row].request.index, []).extend(tokens)
-        for row in done.ended:
+        for row in round_.ended:
             row_state = row_states[row]
             if row_state.dead_end is None:
                 self.complete(
-                    row_state.request, list(row_state.emitted_ids), done.batch.row(row)[None], row_state.logprobs
+                    row_state.request, list(row_state.emitted_ids), round_.batch.row(row)[None], row_state.logprobs
                 )
             else:
                 _, error = row_state.dead_end
@@ -257,11 +257,11 @@ class RequestQueue:
         return self.max_batch_tokens is None or max(rows, len(requests)) * longest <= self.max_batch_tokens
 
 
-def _logprobs(done: Round, index: int, row: int) -> list[tuple[float, float]]:
+def _logprobs(round_: Round, index: int, row: int) -> list[tuple[float, float]]:
     """Log-probabilities of the tokens that a row emitted in a round: after all processors, and of the model."""
-    number, first = done.emitted[index], done.batch.width + done.emitted_before[index]
-    tokens = done.batch.ids[row, first : first + number, None]
-    return _of_tokens(tokens, done.scores[index, :number], done.forward.logits[index, :number])
+    number, first = round_.emitted[index], round_.batch.width + round_.emitted_before[index]
+    tokens = round_.batch.ids[row, first : first + number, None]
+    return _of_tokens(tokens, round_.scores[index, :number], round_.forward.logits[index, :number])
 
 
 def _of_tokens(tokens: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> list[tuple[float, float]]:

@@ -259,17 +259,18 @@ class RaggedRunner(ModelRunner):
         inputs = {name: value for name, value in self.kwargs.items() if name in names}
         return inputs | self._token_types(count)
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Move what was accepted on branches to the slots of a chain, and then do as in other layouts."""
         moved = []
-        for index, (candidates, before) in enumerate(zip(done.accepted_candidates, done.emitted_before, strict=False)):
+        of_rows = zip(round_.accepted_candidates, round_.emitted_before, strict=False)
+        for index, (candidates, before) in enumerate(of_rows):
             end = self.width + before  # the slot of candidate 0
             for position, candidate in enumerate(candidates):
                 if position != candidate:
                     moved.append((index, end + candidate, end + position))
-        if moved and (self.prompt.returns_cache or not done.finished):
+        if moved and (self.prompt.returns_cache or not round_.finished):
             self.cache.move(*to_device_async(moved, self.device).unbind(1))
-        super().observe(done)
+        super().observe(round_)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         if batch.width > self.width:
