@@ -164,8 +164,7 @@ def test_rows_stop_inside_of_a_branch(do_sample: bool, rows: int):
                 assert torch.allclose(layer.keys, ours_layer.keys, atol=1e-4)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("draft", ["random trees", "combs"])
+@pytest.mark.parametrize(("do_sample", "draft"), each_value([False, True], ["random trees", "combs"]))
 def test_rows_of_a_queue(do_sample: bool, draft: str):
     target, asked = tiny(), requests(9)
     options = {"do_sample": do_sample, "eos_token_id": [5, 6], "pad_token_id": 0, "max_new_tokens": 24, "top_k": 12}
