@@ -19,9 +19,9 @@ from .block import Block
 from .config import HeadConfig
 from .dflash2 import DFlash2
 from .domino import Domino
-from .driver import HeadDrafter
 from .eagle import Eagle
 from .formats import read_head
+from .head_drafter import HeadDrafter
 from .medusa import Medusa
 from .tensors import check_tensors
 

@@ -31,9 +31,9 @@ from hf_specx.drafting.heads import dflash2, formats
 from hf_specx.drafting.heads.block import Block, MarkovHead
 from hf_specx.drafting.heads.dflash2 import DFlash2
 from hf_specx.drafting.heads.domino import PrefixGru
-from hf_specx.drafting.heads.driver import HeadDrafter
 from hf_specx.drafting.heads.eagle import Eagle
 from hf_specx.drafting.heads.formats import read_head
+from hf_specx.drafting.heads.head_drafter import HeadDrafter
 from hf_specx.drafting.heads.runner import head_forward
 from hf_specx.models import compiled_forwards
 

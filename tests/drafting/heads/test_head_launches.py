@@ -101,7 +101,7 @@ def test_layers_on_two_devices(first: int, tmp_path: Path):
     def counted(seen: dict[str, int], *files: str) -> int:
         return sum(number for line, number in seen.items() if line.startswith(files))
 
-    assert counted(device.sends, "models/runner.py", "heads/driver.py") <= 4  # of the prompts
+    assert counted(device.sends, "models/runner.py", "heads/head_drafter.py") <= 4  # of the prompts
     # for the logits, which rows on the CPU are judged by, and for those that each of two candidates is drawn by
     assert counted(device.waits, "models/runner.py") <= rounds + 2
-    assert counted(device.waits, "heads/driver.py") <= 2 * rounds
+    assert counted(device.waits, "heads/head_drafter.py") <= 2 * rounds

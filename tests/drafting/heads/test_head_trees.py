@@ -14,7 +14,7 @@ from rounds import Heard
 from tiny import prompts
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.drafting.heads import driver, levels
+from hf_specx.drafting.heads import head_drafter, levels
 from hf_specx.drafting.heads.layers import SlotMapping
 from hf_specx.models.attention import TreeAttention
 
@@ -95,8 +95,8 @@ def behind_the_first(*shape: Any, right: Any = levels.levels_of) -> Any:
 
 
 FAULTS = {
-    "a node sees its sibling": (driver, "TreeAttention", seen_by_siblings),
-    "a position by slot": (driver, "SlotMapping", positions_by_slot),
+    "a node sees its sibling": (head_drafter, "TreeAttention", seen_by_siblings),
+    "a position by slot": (head_drafter, "SlotMapping", positions_by_slot),
     "the state of another parent": (levels, "levels_of", behind_the_first),
 }
 

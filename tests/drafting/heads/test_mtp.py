@@ -17,7 +17,7 @@ from transformers.modeling_layers import MtpModel
 
 import hf_specx
 from hf_specx import Costs, MtpDraft, Request, SpeculativeDecoding, SuffixDraft
-from hf_specx.drafting.heads import driver
+from hf_specx.drafting.heads import head_drafter
 from hf_specx.drafting.heads.mtp import MtpDrafter, read_layers
 from hf_specx.drafting.schedule import DraftLengthSchedule
 
@@ -158,7 +158,7 @@ def test_states_that_wait_are_taken_up_in_pieces(tmp_path: Path, monkeypatch, na
     """Through rounds without candidates; those behind them are the same as if all had waited."""
     target, drafted = mtp_target(name, tmp_path, monkeypatch if name.startswith(KNOWN_BY_NUMBER) else None), []
     for most in (1, 10**6):
-        monkeypatch.setattr(driver, "MOST_PENDING", most)
+        monkeypatch.setattr(head_drafter, "MAX_PENDING", most)
         changing = itertools.chain([0] * 9 + [layers, 0, 0, 0], itertools.repeat(layers))
         monkeypatch.setattr(
             DraftLengthSchedule, "__call__", lambda self, batch, to=changing: [next(to)] * len(batch.rows)
