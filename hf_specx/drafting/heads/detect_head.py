@@ -27,7 +27,7 @@ def is_head(name: str | Path, raw: dict[str, Any], **hub: Any) -> bool:
     """Whether the files of a repository or folder, with this config, are a draft head; if not, they are a model."""
     by_tensors = any(HEAD_TENSORS.match(weight) for weight in read_weights(name, names_alone=True, **hub))
     architectures = str(raw.get("architectures"))
-    named_head = re.search("eagle3|dflash|dspark|medusa", architectures, re.IGNORECASE)
+    named_head = re.search("eagle3|peagle|dflash|dspark|domino|medusa", architectures, re.IGNORECASE)
     by_config = bool(HEAD_OPTIONS & raw.keys()) or named_head
     require(
         by_tensors or not by_config,

@@ -15,7 +15,7 @@ from hf_specx.common.checkpoints import HUB, find_file, read_config, read_pickle
 from hf_specx.common.errors import brief, is_int, require, similar
 from hf_specx.common.wrappers import public_name, vocabulary
 
-from .config import BLOCK_KINDS, DFLASH2_FIELDS, EAGLE_KINDS, LAYER_FIELDS, HeadConfig
+from .config import BLOCK_KINDS, EAGLE_KINDS, FIELDS_OF_KIND, LAYER_FIELDS, HeadConfig
 from .detect_head import ASSISTANTS
 from .dflash2 import dflash2_fields, is_dflash2
 from .domino import domino_fields
@@ -337,7 +337,7 @@ class FormatReader:
         """Raise ValueError for an option that is not known, or whose value is not supported."""
         known_options = set(READ_OPTIONS) | vars(LlamaConfig()).keys() | vars(Qwen3Config()).keys()
         if is_dflash2(self.raw, self.weights):
-            known_options |= set(DFLASH2_FIELDS)
+            known_options |= set(FIELDS_OF_KIND["dflash2"])
         for option, value in sorted(self.options.items()):
             if option in SUPPORTED_VALUES:
                 supported = value in SUPPORTED_VALUES[option]

@@ -117,6 +117,7 @@ class Mtp(HeadNetwork):
     """
 
     autoregressive = True
+    gives_logits = True
     model: Any
     max_candidates: int
 
