@@ -17,6 +17,7 @@ from hf_specx.common.drafts import (
     split_revision,
 )
 from hf_specx.common.errors import require
+from hf_specx.common.load_model import load_config
 from hf_specx.drafting.heads.draft_names import weightless_draft
 from hf_specx.hub.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, is_adapter, merged
 from hf_specx.hub.facts import model_facts, tokenizer_facts
@@ -31,7 +32,7 @@ from hf_specx.hub.fetch import (
     get_tokenizer,
 )
 from hf_specx.hub.known_pairs import DRAFT_MODEL, folder_of, is_embedded
-from hf_specx.hub.load_model import load_config, load_model
+from hf_specx.hub.load_model import load_model_or_head
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.hub.quantize import quantization_config
 from hf_specx.pairs.pair import DraftTargetPair
@@ -125,7 +126,7 @@ def load(name: str, settings: TuneSettings, device_map: Any, target: Loaded | No
     quantized: dict[str, Any] = {}
     if target is None and settings.quantize is not None:
         quantized["quantization_config"] = quantization_config(settings.quantize)
-    model = load_model(files, trust, target_model, dtype=settings.dtype, device_map=device_map, **quantized)
+    model = load_model_or_head(files, trust, target_model, dtype=settings.dtype, device_map=device_map, **quantized)
     facts = replace(model_facts(model), fingerprint=fingerprint(files.root))
     if settings.dtype != "auto" and facts.name is not None:
         facts.dtype = None  # of the files, which the loaded weights no longer tell

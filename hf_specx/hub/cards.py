@@ -13,8 +13,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_specx.common.load_model import AUTO_CLASSES
 from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
-from hf_specx.drafting.heads.load_checked import AUTO_CLASSES
 
 from .folders import PAIR_CARD_MARKER, check_out, without_folders
 from .known_pairs import EMBEDDED, embedded_folder

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.common.errors import require
+from hf_specx.common.load_model import COMMIT
 from hf_specx.common.model_files import check_reference
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.costs import Costs
-from hf_specx.drafting.heads.load_checked import COMMIT
 from hf_specx.engine.entry import frame_of_generate
 
 from .facts import IDENTIFYING, commit_of, differing

@@ -28,7 +28,7 @@ NOT_MERGED = (ENTRY_MODULE, PAIR_SOURCE)  # which stay files
 STAND_IN = "not_published"  # the file, and the function in it, that makes a stand-in
 ANY_DRAFT, HEAD_DRAFT, NO_HEAD_DRAFT = "any", "head", "no head"  # which drafts the published code is for
 HEADS_ROOM = "drafting/heads"
-MODEL_LOADERS = ("draft_names", "load_checked", "detect_head")  # files of that room which load models too
+MODEL_LOADERS = ("draft_names", "detect_head")  # files of that room by which models are loaded too
 DRAFTS_IN_TARGETS = ("mtp", "gemma4")  # files of drafts that are part of a target, or read its keys
 GEMMA4 = "gemma4"  # its small drafts have the type of its text models
 

@@ -12,9 +12,11 @@ from hf_specx.common.checkpoints import Files
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.common.fingerprint import FORM
+from hf_specx.common.load_model import load_config, load_model, with_origin
 from hf_specx.common.model_files import GET_AGAIN, check_links, shapes_in, shards
 from hf_specx.drafting.early_exit import EarlyExitDraft
-from hf_specx.drafting.heads.load_checked import holds_head, load_config, load_model
+from hf_specx.drafting.heads.detect_head import holds_head
+from hf_specx.drafting.heads.head import DraftHead
 
 from .facts import IDENTIFYING, differing
 from .fetch import fingerprint, get_files, get_model
@@ -43,11 +45,18 @@ class FoundModel(NamedTuple):
         """The model, or the draft of a `target`; `kwargs` are for `from_pretrained`."""
         if self.files is None:
             return self.model if target is None else with_head(self.model, self.head, target)
-        model = load_model(self.files, self.trusted, target, **kwargs)
+        model = load_model_or_head(self.files, self.trusted, target, **kwargs)
         for name, (now, then) in differing(self.source, model, IDENTIFYING).items():
             message = f"{self.files.shown} has {name}={now!r}, and the pair was made with {then!r}; {GET_AGAIN}."
             require(now is None, message)  # whose config does not say
         return model
+
+
+def load_model_or_head(files: Files, trusted: bool, target: PreTrainedModel | None = None, **kwargs: Any) -> Any:
+    """A model as of `load_model`; for a `target` it may be a draft head, in the precision of its files."""
+    if target is not None and holds_head(files):
+        return with_origin(files, DraftHead.from_pretrained(files.folder, target=target))
+    return load_model(files, trusted, **kwargs)
 
 
 def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], *trust: bool) -> FoundModel:

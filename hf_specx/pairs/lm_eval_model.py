@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from hf_specx.common.drafts import read_draft
 from hf_specx.common.errors import require
-from hf_specx.drafting.heads.load_checked import holds_head
+from hf_specx.drafting.heads.detect_head import holds_head
 from hf_specx.engine.check_inputs import MAX_SEED
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.requests import Request

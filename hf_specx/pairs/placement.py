@@ -12,7 +12,7 @@ from transformers.quantizers.auto import get_hf_quantizer
 
 from hf_specx.common.devices import cached_numbers
 from hf_specx.common.errors import require
-from hf_specx.drafting.heads.load_checked import auto_class
+from hf_specx.common.load_model import auto_class
 
 
 CACHE_TOKENS = 8192  # 8 rows of 1024 tokens; 1.1 GB for Llama 3.1 8B in bfloat16

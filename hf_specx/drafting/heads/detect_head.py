@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_specx.common.checkpoints import read_weights
+from hf_specx.common.checkpoints import Files, read_config, read_weights
 from hf_specx.common.errors import require
 
 
@@ -35,3 +35,8 @@ def is_head(name: str | Path, raw: dict[str, Any], **hub: Any) -> bool:
         "yourself, by DraftHead.from_pretrained(...) or as a model.",
     )
     return by_tensors
+
+
+def holds_head(files: Files) -> bool:
+    """Whether a pair's draft, as its files have it, is a head."""
+    return is_head(files.folder, read_config(files.folder))

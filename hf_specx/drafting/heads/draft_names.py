@@ -11,6 +11,7 @@ from hf_specx.common.checkpoints import Files, find_file, read_config
 from hf_specx.common.devices import last_device
 from hf_specx.common.drafts import check_head, read_draft, split_revision
 from hf_specx.common.errors import require
+from hf_specx.common.load_model import load_model
 from hf_specx.common.model_files import check_layers, check_links, check_model, check_weights, shards
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
@@ -18,7 +19,6 @@ from hf_specx.drafting.suffix import SuffixDraft
 from .detect_head import ASSISTANTS, is_head
 from .gemma4 import AssistantDraft
 from .head import DraftHead
-from .load_checked import load_model
 
 
 MODEL_FILES = ("generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside config and weights
