@@ -43,6 +43,45 @@ def make_drafter(draft: "AnyDraft | Sequence[AnyDraft]", target: PreTrainedModel
     return GeneratorDrafter(cast(CandidateGenerator, draft))
 
 
+class FoundCandidates:
+    """The candidates of a round while they are found, position by position.
+
+    Attributes:
+        limits: [R], how many candidates of the draft model each row may have.
+        steps: the positions for which the draft model took a step; for the others all tokens were forced.
+        choices: at each position [R, n], the candidate first, and next best ones behind it where they may branch.
+        host_choices: the same as lists, if masks ask for candidates on the host.
+        probs: at each position q [R, 1, V], if candidates are drawn from it.
+        num_drawn: [R], candidates of each row without forced ones.
+    """
+
+    def __init__(self, limits: list[int]):
+        self.limits = list(limits)
+        self.steps: list[int] = []
+        self.choices: list[torch.Tensor] = []
+        self.host_choices: list[list[list[int]]] = []
+        self.probs: list[torch.Tensor] = []
+        self.num_drawn = [0] * len(limits)
+
+    @property
+    def position(self) -> int:
+        """The next position."""
+        return len(self.choices)
+
+    @property
+    def num_unfed(self) -> int:
+        """How many candidates in front of it the draft model took no step for."""
+        last_step = self.steps[-1] if self.steps else -1
+        return self.position - last_step - 1
+
+    def add(self, choices: torch.Tensor, drawn_from: torch.Tensor | None, draws: list[bool]) -> None:
+        """Add what was found at the next position: `choices` [R, n], by q [R, V], of rows that draw and of others."""
+        self.choices.append(choices)
+        if drawn_from is not None:
+            self.probs.append(drawn_from[:, None])
+        self.num_drawn = [number + draw for number, draw in zip(self.num_drawn, draws, strict=True)]
+
+
 class SampledCandidateGenerator(CandidateGenerator, Drafter):
     """Drafts by sampling from the draft model's own processed distribution, with a cache of its own.
 
@@ -138,26 +177,18 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         """
         if self.tree_shapes is not None:
             lengths = self.tree_shapes.begin_round(lengths, self.tree_kind)
-        limits = list(lengths)
-        num_drafted = [0] * len(lengths)  # without forced tokens
-        num_steps = 0
-        last_step = -1  # the position of the last step of the draft model
-        choices: list[torch.Tensor] = []  # [R, n] at each position, the candidate first
-        host_choices: list[list[list[int]]] = []  # the same as lists, where masks ask for candidates on the host
-        probs: list[torch.Tensor] = []
+        found = FoundCandidates(lengths)
         forced_run = None
         if self.allow_forced_tokens and self.processors.mask_size:
             forced_run = ForcedRun(self.processors, batch, self.round_timer, self.draftable)
         while True:
-            position = len(choices)
-            num_counted = position if self.counts_forced else num_steps
-            draws = [num_counted < limit for limit in limits]  # [R], rows that take a candidate of the draft model
+            num_counted = found.position if self.counts_forced else len(found.steps)
+            draws = [num_counted < limit for limit in found.limits]  # [R], rows that take a candidate of the model
             if forced_run is not None:
                 draws = forced_run.next_position(draws)
             if any(draws):
-                scores = self._scores(batch, position, num_unfed=position - last_step - 1)
-                last_step = position
-                num_steps += 1
+                scores = self._scores(batch, found.position, found.num_unfed)
+                found.steps.append(found.position)
             elif forced_run is not None and forced_run.has_forced_tokens:
                 size = len(lengths), self.vocab_size or 0
                 scores = torch.zeros(size, dtype=torch.float32, device=batch.ids.device)
@@ -165,34 +196,35 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
                 break
             if forced_run is not None:
                 scores = forced_run.restrict(scores)
-            ranked, drawn_from = self._choose(batch, scores, position, draws, lengths)
+            choices, drawn_from = self._choose(batch, scores, found.position, draws, lengths)
             host_tokens = []
             if forced_run is not None and self.tree_shapes is not None:  # all at once, since it asks for the first
-                host_choices.append(ranked.tolist())
-                host_tokens = [[of_row[0] for of_row in host_choices[-1]]]
-            batch.write(ranked[:, :1], position, host_tokens)
-            choices.append(ranked)
-            if drawn_from is not None:
-                probs.append(drawn_from[:, None])
-            num_drafted = [number + draw for number, draw in zip(num_drafted, draws, strict=True)]
+                found.host_choices.append(choices.tolist())
+                host_tokens = [[of_row[0] for of_row in found.host_choices[-1]]]
+            batch.write(choices[:, :1], found.position, host_tokens)
+            found.add(choices, drawn_from, draws)
             if self.threshold:
-                limits = self._limits_after(ranked[:, 0], scores, limits)
-        if not choices:
+                found.limits = self._limits_after(choices[:, 0], scores, found.limits)
+        return self._draft_of(found, forced_run, batch)
+
+    def _draft_of(self, found: "FoundCandidates", forced_run: ForcedRun | None, batch: Batch) -> Draft:
+        """The draft of what was found: a chain, or a tree where candidates may branch."""
+        if not found.choices:
             return no_candidates(batch)
         draft = Draft(
-            torch.stack([ranked[:, 0] for ranked in choices], 1),
-            num_drafted,
-            torch.cat(probs, 1) if probs else None,
+            torch.stack([choices[:, 0] for choices in found.choices], 1),
+            found.num_drawn,
+            torch.cat(found.probs, 1) if found.probs else None,
             self.source,
-            host_tokens=batch.host_candidates[: len(choices)],
+            host_tokens=batch.host_candidates[: found.position],
         )
         if forced_run is not None:
-            source = self.source if num_steps else "forced"
+            source = self.source if found.steps else "forced"
             draft = draft._replace(lengths=forced_run.lengths, source=source, forced=forced_run.forced)
         draft = self._confident_part(draft)
         if self.tree_shapes is None:
             return draft
-        return as_tree(draft, choices, self.tree_shapes, self.tree_kind, host_choices)
+        return as_tree(draft, found.choices, self.tree_shapes, self.tree_kind, found.host_choices)
 
     def _choose(
         self, batch: Batch, scores: torch.Tensor, position: int, draws: list[bool], depths: list[int]

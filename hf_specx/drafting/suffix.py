@@ -301,6 +301,26 @@ class SuffixDraft(Drafter):
 Candidates = tuple[list[int], list[float], list[int]]  # tokens, chances and parents, as in `Match`
 
 
+class Branch(NamedTuple):
+    """A way along continuations: the token that it ends in may become a candidate.
+
+    Attributes:
+        token: that token.
+        parent: the number of the candidate before it, -1 for the last emitted token.
+        depth: how many candidates it has, this one among them.
+        chance: that all of them are kept.
+        chance_if_listed: the same if the text goes on as one of the continuations of the match.
+        continuations: those that begin with it.
+    """
+
+    token: int
+    parent: int
+    depth: int
+    chance: float
+    chance_if_listed: float
+    continuations: list[list[int]]
+
+
 def _most_frequent(continuations: list[list[int]], depth: int, rate: float) -> Candidates:
     """At most `depth` candidates, each what most continuations have that agreed so far."""
     return _likeliest(continuations, depth, rate, depth, UNLIKELY, siblings=1)
@@ -308,7 +328,7 @@ def _most_frequent(continuations: list[list[int]], depth: int, rate: float) -> C
 
 def _likeliest(
     continuations: list[list[int]],
-    depth: int,
+    max_depth: int,
     rate: float,
     number: int,
     least: float,
@@ -318,36 +338,38 @@ def _likeliest(
 
     Args:
         continuations: of one match, the latest first; of equally frequent ones it is preferred.
-        depth: how many candidates may follow each other.
+        max_depth: how many candidates may follow each other.
         rate: the chance that a token is kept if the text goes on as one of the continuations.
         least: the chance that each candidate must have.
         siblings: how many may follow the same candidate; None for any number.
     """
-    tokens: list[int] = []
-    chances: list[float] = []
-    parents: list[int] = []
-    waiting: list[tuple] = []  # a heap, of which candidates are taken
     order, total = count(), len(continuations)
-    last, place, all_kept = (
-        -1,
-        0,
-        1.0,
-    )  # the candidate that was taken last, and the chance if one continuation is right
+    waiting: list[
+        tuple[float, int, Branch]
+    ] = []  # a heap: the likeliest first, and of equals the earlier
+    taken: list[Branch] = []
+    branch = Branch(-1, -1, 0, 1.0, 1.0, continuations)  # the last emitted token, which all begin behind
     while True:
-        following: dict[int, list[list[int]]] = {}
-        for continuation in continuations:
-            if place < min(depth, len(continuation)):
-                following.setdefault(continuation[place], []).append(continuation)
-        frequent = sorted(following.items(), key=lambda item: -len(item[1]))[:siblings]
-        for token, agreeing in frequent:
-            chance = all_kept * rate * len(agreeing) / total
+        chance_if_listed = branch.chance_if_listed * rate
+        following = _following(branch.continuations, branch.depth) if branch.depth < max_depth else []
+        for token, agreeing in following[:siblings]:
+            chance = chance_if_listed * len(agreeing) / total
             if token >= 0 and chance >= least:
-                child = last, place + 1, all_kept * rate, token, agreeing
-                heapq.heappush(waiting, (-chance, next(order), *child))
-        if not waiting or len(tokens) == number:
-            return tokens, chances, parents
-        negative_chance, _, parent, place, all_kept, token, continuations = heapq.heappop(waiting)
-        last = len(tokens)
-        tokens.append(token)
-        chances.append(-negative_chance)
-        parents.append(parent)
+                longer = Branch(token, len(taken) - 1, branch.depth + 1, chance, chance_if_listed, agreeing)
+                heapq.heappush(waiting, (-chance, next(order), longer))
+        if not waiting or len(taken) == number:
+            break
+        branch = heapq.heappop(waiting)[-1]
+        taken.append(branch)
+    return [each.token for each in taken], [each.chance for each in taken], [each.parent for each in taken]
+
+
+def _following(continuations: list[list[int]], depth: int) -> list[tuple[int, list[list[int]]]]:
+    """The tokens at a depth, each with the continuations that have it there, the most frequent first."""
+    following: dict[int, list[list[int]]] = {}
+    for continuation in continuations:
+        if depth < len(continuation):
+            following.setdefault(continuation[depth], []).append(continuation)
+    if len(following) < 2:
+        return list(following.items())
+    return sorted(following.items(), key=lambda item: -len(item[1]))

@@ -83,7 +83,8 @@ class RankEstimate:
             for depth, node in enumerate(path_nodes):
                 children = int(depth < length) if done.tree is None else done.tree.rows[index].node_children[node]
                 rank = ranks[depth] if depth < len(ranks) else MAX_RANKS  # that of none of them
-                for tried in range(min(children, MAX_RANKS, 1 if rank == 0 else MAX_RANKS)):
+                num_tried = min(children, 1 if rank == 0 else MAX_RANKS)
+                for tried in range(num_tried):
                     tries[tried] += 1
                 if rank < MAX_RANKS:
                     hits[rank] += 1
