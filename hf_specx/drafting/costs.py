@@ -69,7 +69,7 @@ class Costs:
         alpha = ", ".join(f"{verification}: {value:.3f}" for verification, value in self.alpha.items())
         return f"Costs(batch sizes {sorted(self.forward_times.keys() - self.assumed)}, acceptance {{{alpha}}})"
 
-    def knows(self, batch_size: int, longest: int = QUERY_LENGTHS[-1]) -> bool:
+    def knows(self, batch_size: int, longest: int = 1) -> bool:
         """Whether times were measured for a batch size, of forwards of up to `longest` tokens of a row."""
         return batch_size not in self.assumed and _reaches(self.forward_times.get(batch_size), longest)
 

@@ -344,9 +344,7 @@ def _likeliest(
         siblings: how many may follow the same candidate; None for any number.
     """
     order, total = count(), len(continuations)
-    waiting: list[
-        tuple[float, int, Branch]
-    ] = []  # a heap: the likeliest first, and of equals the earlier
+    waiting: list[tuple[float, int, Branch]] = []  # a heap: the likeliest first, and of equals the earlier
     taken: list[Branch] = []
     branch = Branch(-1, -1, 0, 1.0, 1.0, continuations)  # the last emitted token, which all begin behind
     while True:

@@ -15,7 +15,7 @@ NEEDED = {  # option: (attributes that it must have, remedy)
     "streamer": (("put", "end"), "pass a TextStreamer or another BaseStreamer"),
     "tokenizer": (("get_vocab",), "pass what AutoTokenizer.from_pretrained gives"),
     "draft_tokenizer": (("get_vocab",), "pass what AutoTokenizer.from_pretrained gives"),
-    "costs": (("table", "best_fixed_num_draft_tokens"), "pass strategy.costs of an earlier strategy"),
+    "costs": (("forward_times", "best_fixed_num_draft_tokens"), "pass strategy.costs of an earlier strategy"),
 }
 
 
