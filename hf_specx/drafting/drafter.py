@@ -140,7 +140,7 @@ class Drafter(Protocol):
         raise TypeError(f"{type(self).__name__} has no `propose`; what its `bind` returns must have one.")
 
     def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
-        """In a queue more rows decode from now on: such as had left, or new ones; `admit` follows.
+        """In a queue rows that left earlier, or new ones, decode from now on; `admit` follows with their prompts.
 
         `previous_indices` [R'] are the row indices of all decoding rows up to now, 0 for those that had none.
         """

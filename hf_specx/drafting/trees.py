@@ -6,10 +6,10 @@ product of these chances on the way to it: that many tokens more come of a round
 
 There are two kinds of shapes, `TreeKind`:
 
-- "comb": the chain of first choices with next best ones beside it, which nothing follows. These cost a draft that
-  knows its distribution no step more.
+- "comb": the chain of first choices, plus choices of lower rank beside it, which nothing follows. A draft that knows
+  its distribution needs no extra step for these.
 - "full": whatever nodes are worth most. A draft that goes token by token runs a step for each level of it; one whose
-  candidates do not depend on each other has it without any.
+  candidates do not depend on each other needs no extra step.
 """
 
 import heapq
