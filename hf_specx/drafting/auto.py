@@ -95,8 +95,8 @@ class AutoDraftLength(DraftLengthSchedule):
         fewer = COMPILED_NUMBERS if compiled else range(1, self.max_candidates)
         self.considered = [*(number for number in fewer if number < self.max_candidates), self.max_candidates]
         self.num_rows = len(batch.rows)
-        self.max_new_tokens = max(row.limit for row in batch.row_states)
-        self.num_unread = max(row.prompt_length for row in batch.row_states)
+        self.max_new_tokens = max(row_state.limit for row_state in batch.row_states)
+        self.num_unread = max(row_state.prompt_length for row_state in batch.row_states)
         earlier_alpha = self.costs.alpha.get(verification)
         alpha = PRIOR_ALPHA if earlier_alpha is None else earlier_alpha
         if batch.lockstep:

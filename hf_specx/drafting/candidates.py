@@ -333,9 +333,9 @@ def as_tree(
         host_choices: the same as lists, if they were read back.
     """
     shapes = []
-    for row, length in enumerate(draft.lengths):
+    for index, length in enumerate(draft.lengths):
         limits = [ranked.shape[1] for ranked in choices]
-        is_forced = [] if draft.forced is None else draft.forced[row]
+        is_forced = [] if draft.forced is None else draft.forced[index]
         for position in compress(range(len(limits)), is_forced):
             limits[position] = 1
         shapes.append(shape_below(tree_shapes.shape("comb" if any(is_forced) else kind, length), tuple(limits)))
@@ -348,7 +348,7 @@ def as_tree(
     host_tokens: list[list[int]] = []
     for column in zip(*places, strict=True) if host_choices else ():
         positions_and_ranks = [divmod(place, widest) for place in column]
-        host_tokens.append([host_choices[at][row][rank] for row, (at, rank) in enumerate(positions_and_ranks)])
+        host_tokens.append([host_choices[at][index][rank] for index, (at, rank) in enumerate(positions_and_ranks)])
     lengths, parents = [len(shape.parents) for shape in shapes], [shape.parents for shape in shapes]
     return draft._replace(tokens=tokens, lengths=lengths, parents=parents, host_tokens=host_tokens)
 
