@@ -557,8 +557,8 @@ class FormatReader:
             num_proposed != (block_size - 1 if from_anchor else block_size),
             f"proposes {num_proposed} tokens a block of {block_size} by speculative_tokens, which is the number of "
             f"block_layout={other!r}, and by sample_from_anchor={brief(stated)} its layout is {option!r}; give "
-            f"block_layout={option!r} if it proposes fewer than it could, and block_layout={other!r} if it was trained "
-            "so.",
+            f"block_layout={option!r} if it proposes fewer than it could, and block_layout={other!r} if it was "
+            "trained so.",
         )
         return from_anchor
 
