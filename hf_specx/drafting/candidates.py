@@ -49,8 +49,8 @@ class FoundCandidates:
     Attributes:
         limits: [R], how many candidates of the draft model each row may have.
         steps: the positions for which the draft model took a step; for the others all tokens were forced.
-        choices: at each position [R, n], the candidate first, and next best ones behind it where they may branch.
-        host_choices: the same as lists, if masks ask for candidates on the host.
+        ranked: at each position [R, n], the candidate first, and next best ones behind it where they may branch.
+        host_ranked: the same as lists, if masks ask for candidates on the host.
         probs: at each position q [R, 1, V], if candidates are drawn from it.
         num_drawn: [R], candidates of each row without forced ones.
     """
@@ -58,15 +58,15 @@ class FoundCandidates:
     def __init__(self, limits: list[int]):
         self.limits = list(limits)
         self.steps: list[int] = []
-        self.choices: list[torch.Tensor] = []
-        self.host_choices: list[list[list[int]]] = []
+        self.ranked: list[torch.Tensor] = []
+        self.host_ranked: list[list[list[int]]] = []
         self.probs: list[torch.Tensor] = []
         self.num_drawn = [0] * len(limits)
 
     @property
     def position(self) -> int:
         """The next position."""
-        return len(self.choices)
+        return len(self.ranked)
 
     @property
     def num_unfed(self) -> int:
@@ -74,9 +74,9 @@ class FoundCandidates:
         last_step = self.steps[-1] if self.steps else -1
         return self.position - last_step - 1
 
-    def add(self, choices: torch.Tensor, drawn_from: torch.Tensor | None, draws: list[bool]) -> None:
-        """Add what was found at the next position: `choices` [R, n], by q [R, V], of rows that draw and of others."""
-        self.choices.append(choices)
+    def add(self, ranked: torch.Tensor, drawn_from: torch.Tensor | None, draws: list[bool]) -> None:
+        """Add what was found at the next position: `ranked` [R, n], by q [R, V], of rows that draw and of others."""
+        self.ranked.append(ranked)
         if drawn_from is not None:
             self.probs.append(drawn_from[:, None])
         self.num_drawn = [number + draw for number, draw in zip(self.num_drawn, draws, strict=True)]
@@ -196,23 +196,23 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
                 break
             if forced_run is not None:
                 scores = forced_run.restrict(scores)
-            choices, drawn_from = self._choose(batch, scores, found.position, draws, lengths)
+            ranked, drawn_from = self._choose(batch, scores, found.position, draws, lengths)
             host_tokens = []
             if forced_run is not None and self.tree_shapes is not None:  # all at once, since it asks for the first
-                found.host_choices.append(choices.tolist())
-                host_tokens = [[of_row[0] for of_row in found.host_choices[-1]]]
-            batch.write(choices[:, :1], found.position, host_tokens)
-            found.add(choices, drawn_from, draws)
+                found.host_ranked.append(ranked.tolist())
+                host_tokens = [[of_row[0] for of_row in found.host_ranked[-1]]]
+            batch.write(ranked[:, :1], found.position, host_tokens)
+            found.add(ranked, drawn_from, draws)
             if self.threshold:
-                found.limits = self._limits_after(choices[:, 0], scores, found.limits)
+                found.limits = self._limits_after(ranked[:, 0], scores, found.limits)
         return self._draft_of(found, forced_run, batch)
 
     def _draft_of(self, found: "FoundCandidates", forced_run: ForcedRun | None, batch: Batch) -> Draft:
         """The draft of what was found: a chain, or a tree where candidates may branch."""
-        if not found.choices:
+        if not found.ranked:
             return no_candidates(batch)
         draft = Draft(
-            torch.stack([choices[:, 0] for choices in found.choices], 1),
+            torch.stack([ranked[:, 0] for ranked in found.ranked], 1),
             found.num_drawn,
             torch.cat(found.probs, 1) if found.probs else None,
             self.source,
@@ -224,7 +224,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         draft = self._confident_part(draft)
         if self.tree_shapes is None:
             return draft
-        return as_tree(draft, found.choices, self.tree_shapes, self.tree_kind, found.host_choices)
+        return as_tree(draft, found.ranked, self.tree_shapes, self.tree_kind, found.host_ranked)
 
     def _choose(
         self, batch: Batch, scores: torch.Tensor, position: int, draws: list[bool], depths: list[int]
@@ -319,36 +319,36 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
 def as_tree(
     draft: Draft,
-    choices: Sequence[torch.Tensor],
+    ranked: Sequence[torch.Tensor],
     tree_shapes: TreeShapes,
     kind: TreeKind = "comb",
-    host_choices: Sequence[list[list[int]]] = (),
+    host_ranked: Sequence[list[list[int]]] = (),
 ) -> Draft:
     """A chain of candidates with next best choices beside it, which are the same behind all at one position.
 
     Args:
-        choices: at each position [R, n], best first; the first are the candidates of the chain.
+        ranked: at each position the draft's choices [R, n], best first; the first are the candidates of the chain.
         kind: of the shapes; in a row with forced tokens it is "comb", since these are right behind the chain, and
             nowhere else for sure.
-        host_choices: the same as lists, if they were read back.
+        host_ranked: `ranked` as lists, if they were read back.
     """
     shapes = []
     for index, length in enumerate(draft.lengths):
-        limits = [ranked.shape[1] for ranked in choices]
+        limits = [of_position.shape[1] for of_position in ranked]
         is_forced = [] if draft.forced is None else draft.forced[index]
         for position in compress(range(len(limits)), is_forced):
             limits[position] = 1
         shapes.append(shape_below(tree_shapes.shape("comb" if any(is_forced) else kind, length), tuple(limits)))
     if all(shape.is_chain for shape in shapes):
         return draft
-    widest = max(ranked.shape[1] for ranked in choices)
+    widest = max(of_position.shape[1] for of_position in ranked)
     places, places_on_device = places_of(tuple(shapes), widest, draft.tokens.device)
-    padded = [nn.functional.pad(ranked, (0, widest - ranked.shape[1])) for ranked in choices]
+    padded = [nn.functional.pad(of_position, (0, widest - of_position.shape[1])) for of_position in ranked]
     tokens = torch.cat(padded, 1).gather(1, places_on_device)
     host_tokens: list[list[int]] = []
-    for column in zip(*places, strict=True) if host_choices else ():
+    for column in zip(*places, strict=True) if host_ranked else ():
         positions_and_ranks = [divmod(place, widest) for place in column]
-        host_tokens.append([host_choices[at][index][rank] for index, (at, rank) in enumerate(positions_and_ranks)])
+        host_tokens.append([host_ranked[at][index][rank] for index, (at, rank) in enumerate(positions_and_ranks)])
     lengths, parents = [len(shape.parents) for shape in shapes], [shape.parents for shape in shapes]
     return draft._replace(tokens=tokens, lengths=lengths, parents=parents, host_tokens=host_tokens)
 

@@ -224,6 +224,8 @@ def test_a_call_is_not_moved_by_what_others_learn_meanwhile():
     costs.forward_times[2], costs.rounds[4] = {"target": {1: 9.0, 9: 9.0}, "draft": 9.0}, {0: 8.0}
     assert (round_timer.times(4, 3), round_timer.prefill_seconds(2, 5)) == before
     assert round_timer.prefill_seconds(4, 16) == pytest.approx(0.2 * (4 + 7 * 0.4))  # grows as the target's forward
+    round_timer.start()
+    assert round_timer.times(4, 3) == RoundTimer(costs).times(4, 3) != before[0]
 
 
 def test_a_first_call_times_nothing_and_reports_nothing_as_measured():
