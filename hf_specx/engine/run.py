@@ -363,11 +363,11 @@ def max_draft_tokens(call: Call) -> int:
 def fixed_draft_tokens(call: Call) -> int | None:
     """The candidates of each round, if that was asked for, or the draft finds its own number up to that; else None.
 
-    0 in a queue without candidates. A head that drafts a block has a most too, of which "auto" takes what pays.
+    0 in a queue without candidates.
     """
     if call.draft_settings.num_draft_tokens is not None:
         return call.draft_settings.num_draft_tokens
-    return None if call.drafter.drafts_blocks else call.drafter.max_candidates
+    return call.drafter.max_candidates if call.drafter.finds_own_number else None
 
 
 def would_not_draft(call: Call, costs: Costs) -> bool:
