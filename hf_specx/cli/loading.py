@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.bench.tune import tune
 from hf_specx.bench.tune_settings import DraftTrial, TuneSettings
 from hf_specx.common.chats import chat_text
-from hf_specx.common.drafts import SUFFIX, read_draft, split_revision
+from hf_specx.common.drafts import PAIR_CONFIG_NAME, SUFFIX, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import label_of
 from hf_specx.hub.cards import embedded_card, embedded_config, render
@@ -18,7 +18,7 @@ from hf_specx.hub.fetch import find_draft_files, find_files, get_files, get_pair
 from hf_specx.hub.flatten import ENTRY_MODULE
 from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
-from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
+from hf_specx.hub.pair_config import PairConfig
 from hf_specx.hub.publish import CODE_FOLDER, WritePair, loaded_pair, pair_as_it_is, reference_to
 from hf_specx.hub.quantize import quantization_config
 from hf_specx.pairs.pair import DraftTargetPair
@@ -62,13 +62,13 @@ def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
         model = None if draft is None else read_draft(draft).model
         if model is not None:
             find_draft_files(model)  # raises where there is none
-        if is_embedded(split_revision(name)[0]) or (find_files(name).root / CONFIG_NAME).is_file():
+        if is_embedded(split_revision(name)[0]) or (find_files(name).root / PAIR_CONFIG_NAME).is_file():
             pair = load_pair(name, loading, draft)
         else:
             require(
                 draft is not None,
-                f"{name} is a model and no pair (it has no {CONFIG_NAME}); name a draft for it, as --draft {SUFFIX}, "
-                "which needs no second model.",
+                f"{name} is a model and no pair (it has no {PAIR_CONFIG_NAME}); name a draft for it, as --draft "
+                f"{SUFFIX}, which needs no second model.",
             )
             (trial,) = tune(name, [str(draft)], settings)
             require(trial.error is None, f"{draft} is no draft for {name}: {trial.error}")

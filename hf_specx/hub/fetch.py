@@ -11,7 +11,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import LocalEntryNotFoundError, snapshot_download
 
 from hf_specx.common.checkpoints import MEDUSA_WEIGHTS, Files, not_found, read_config
-from hf_specx.common.drafts import check_model_name, split_revision
+from hf_specx.common.drafts import DRAFT_FOLDER, PAIR_CONFIG_NAME, check_model_name, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.fingerprint import fingerprint_of
 from hf_specx.common.model_files import (
@@ -28,7 +28,7 @@ from hf_specx.common.model_files import (
 from hf_specx.drafting.heads.detect_head import is_head
 
 from .facts import tokenizer_facts
-from .pair_config import CONFIG_NAME, DraftTokenizer, ModelSource, PairConfig, TokenizerFacts
+from .pair_config import DraftTokenizer, ModelSource, PairConfig, TokenizerFacts
 
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
@@ -61,8 +61,10 @@ def find_files(name: str, **hub: Any) -> Files:
 def find_draft_files(name: str, **hub: Any) -> Files:
     """Download all files of a draft but its weights; a ValueError if `name` is a pair, at whose root is its target."""
     files = find_files(name, **hub)
-    message = f"{name} is a pair, and no draft; name the draft in it, as {name}/draft, or give the pair alone."
-    require(not (files.root / CONFIG_NAME).is_file(), message)
+    require(
+        not (files.root / PAIR_CONFIG_NAME).is_file(),
+        f"{name} is a pair, and no draft; name the draft in it, as {name}/{DRAFT_FOLDER}, or give the pair alone.",
+    )
     return files
 
 
@@ -70,10 +72,13 @@ def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files,
     """Download a pair's small files and read its config; a ValueError if it is wrong or unsafe, or there is none."""
     check_model_name(str(name), revision)
     files = get_files(name, revision, **hub)
-    path = files.root / CONFIG_NAME
+    path = files.root / PAIR_CONFIG_NAME
     check_links(files.root, path)
-    message = f"{name} has no {CONFIG_NAME}, so it is no draft-target pair; name a pair, or put two models together "
-    require(path.is_file(), f"{message}with DraftTargetPair(target, draft, tokenizer).")
+    require(
+        path.is_file(),
+        f"{name} has no {PAIR_CONFIG_NAME}, so it is no draft-target pair; name a pair, or put two models together "
+        "with DraftTargetPair(target, draft, tokenizer).",
+    )
     return files, PairConfig.from_file(path)
 
 

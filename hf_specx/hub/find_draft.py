@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from hf_specx.common.devices import execution_device, hardware, last_device
+from hf_specx.common.drafts import PAIR_CONFIG_NAME
 from hf_specx.common.errors import require
 from hf_specx.common.model_files import check_reference
 from hf_specx.common.wrappers import vocabulary
@@ -20,7 +21,7 @@ from hf_specx.engine.entry import frame_of_generate
 from .facts import IDENTIFYING, commit_of, differing
 from .fetch import HUB_OPTIONS, get_pair, get_tokenizer
 from .load_model import find_model
-from .pair_config import CONFIG_NAME, PairConfig, WeightlessDraft
+from .pair_config import PairConfig, WeightlessDraft
 from .pair_source import PAIR, REVISION
 
 
@@ -29,7 +30,7 @@ MEASURED_SIZE = ("parameters", "max_positions")
 # the draft of a pair, options of `SpeculativeDecoding` that the pair recommends, its costs on this hardware
 DraftOfPair = tuple[PreTrainedModel | WeightlessDraft, dict[str, Any], Costs]
 # by target, then by name and revision of the pair; freed with the target
-LOADED: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], DraftOfPair]] = WeakKeyDictionary()
+DRAFTS_OF_PAIRS: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], DraftOfPair]] = WeakKeyDictionary()
 LOADING = threading.Lock()
 
 
@@ -45,7 +46,7 @@ def find_draft(target: PreTrainedModel, arguments: dict[str, Any]) -> DraftOfPai
     hub = {name: arguments[name] for name in HUB_OPTIONS if arguments.get(name) is not None}
     name, revision = _pair_of(target, arguments)
     with LOADING:
-        drafts = LOADED.setdefault(target, {})
+        drafts = DRAFTS_OF_PAIRS.setdefault(target, {})
         if (name, revision) not in drafts:
             drafts[name, revision] = draft_of_pair(target, name, revision, hub)
         return drafts[name, revision]
@@ -67,7 +68,7 @@ def _called_by() -> str | None:
     """The folder of a pair whose code `generate` was told to run; transformers copies the code elsewhere before."""
     frame = frame_of_generate(sys._getframe())
     folder = None if frame is None else frame.f_locals.get("custom_generate")
-    return folder if isinstance(folder, str) and (Path(folder) / CONFIG_NAME).is_file() else None
+    return folder if isinstance(folder, str) and (Path(folder) / PAIR_CONFIG_NAME).is_file() else None
 
 
 def draft_of_pair(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> DraftOfPair:

@@ -18,11 +18,12 @@ from hf_specx.bench.timer import Advance
 from hf_specx.bench.trace import trace
 from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.errors import brief, require
+from hf_specx.common.fingerprint import digest_of
 from hf_specx.common.wrappers import label_of
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.folders import without_folders
 from hf_specx.metrics import path as path_of
-from hf_specx.pairs.fingerprint import arguments_of, digest_of
+from hf_specx.pairs.fingerprint import arguments_of
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .equality import Gaps, Noise, Reference, Rounding, gaps_of, rounding_scale

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hf_specx.common.chats import chat_text, check_template_options, is_chat, token_ids
+from hf_specx.common.chats import chat_text, check_template_options, token_ids
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Round
 from hf_specx.engine.check_inputs import MAX_SEED
@@ -19,7 +19,7 @@ from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.requests import Request
 
 from .fingerprint import arguments_of
-from .results_file import PROMPT_KEYS, CompletedText, NumberedText, fields_of_line, open_results
+from .results_file import CompletedText, NumberedText, open_results, prompt_and_fields
 from .shares import gathered, processes
 
 
@@ -99,21 +99,7 @@ def _check_texts(texts: Any) -> None:
     message = f"texts={brief(texts)} is no list of texts, or of lists of messages; put a single prompt into a list."
     require(is_several and not is_message, message)
     for index, prompt in enumerate(prompts):
-        _check_prompt(index, prompt)
-
-
-def _check_prompt(index: int, prompt: Any) -> tuple[Any, dict[str, Any]]:
-    """A prompt, and the other fields where it is an object; a ValueError unless it is a text or a list of messages."""
-    fields: dict[str, Any] = {}
-    if isinstance(prompt, dict):
-        key = next((key for key in PROMPT_KEYS if key in prompt), None)
-        require(key is not None, f"prompt {index} has no field {', '.join(PROMPT_KEYS)}; give one of them.")
-        others = {name: value for name, value in prompt.items() if name != key}
-        fields = fields_of_line(others, f"prompt {index}")
-        prompt = prompt[key]
-    message = f"prompt {index} is of type {type(prompt).__name__}; give strings, or lists of messages."
-    require(isinstance(prompt, str) or is_chat(prompt), message)
-    return prompt, fields
+        prompt_and_fields(prompt, f"prompt {index}")
 
 
 def _numbered(
@@ -121,7 +107,7 @@ def _numbered(
 ) -> Iterator[NumberedText]:
     """Prompts as texts with their numbers, each `count` times, one by one; chats in the tokenizer's template."""
     for index, prompt_or_object in enumerate(prompts):
-        prompt, fields = _check_prompt(index, prompt_or_object)
+        prompt, fields = prompt_and_fields(prompt_or_object, f"prompt {index}")
         text = prompt if isinstance(prompt, str) else chat_text(tokenizer, prompt, template_options)
         for copy in range(count):
             yield NumberedText(index * count + copy, text, fields)

@@ -36,8 +36,7 @@ from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import find_draft
 
 
-STRATEGY_OPTIONS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "compile", "costs")
-STRATEGY_OPTIONS += ("tree", "draft_tokenizer", "tokenizer_match", "tokenizer", "streamer", "stream_by")
+STRATEGY_OPTIONS = tuple(inspect.getfullargspec(SpeculativeDecoding.__init__).kwonlyargs)
 NOT_OF_TRANSFORMERS = (*STRATEGY_OPTIONS, "draft_model", "assistant_tokenizer", "seeds")
 NAMED_ARGUMENTS = inspect.signature(GenerationMixin.generate).parameters.keys() - {
     "self",

@@ -27,6 +27,7 @@ from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.load_model import FoundModel, find_model
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 
+from .generate import STRATEGY_OPTIONS
 from .placement import CACHE_TOKENS, plan
 
 
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
     from .pair import DraftTargetPair
 
 FOR_TARGET = ("quantization_config", "offload_folder")
-SET_BY_PAIRS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "costs", "subfolder", "variant")
-SET_BY_PAIRS += ("tree", "output_loading_info", "ignore_mismatched_sizes", "state_dict", "config")
+SET_BY_PAIRS = ("subfolder", "variant", "output_loading_info", "ignore_mismatched_sizes", "state_dict", "config")
 
 
 def load_pair(
@@ -119,8 +119,10 @@ def embedded_dtype(dtype: Any, device_map: Any) -> Any:
 def _options_of_one_model(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The arguments for one model only, by role; those for the target are taken out of `kwargs`."""
     for name in (*kwargs, *draft_kwargs):
-        message = f"{name}= has no place in loading a pair, which sets it itself; leave it out, or give it to a call."
-        require(name not in SET_BY_PAIRS, message)
+        require(
+            name not in (*SET_BY_PAIRS, *STRATEGY_OPTIONS),
+            f"{name}= has no place in loading a pair, which sets it itself; leave it out, or give it to a call.",
+        )
     target = {name: kwargs.pop(name) for name in FOR_TARGET if name in kwargs}
     if "offload_folder" in target:  # two models in one folder would overwrite each other's files
         draft_kwargs = {"offload_folder": Path(target["offload_folder"]) / "draft"} | draft_kwargs

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from hf_specx.common.devices import execution_device
+from hf_specx.common.drafts import DRAFT_FOLDER
 from hf_specx.common.errors import kind, require
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.early_exit import EarlyExitDraft
@@ -81,7 +82,7 @@ class DraftTargetPair(NoModel):
         self._draft: PairDraft = unwrapped_draft(with_loaded_drafts(with_weightless_drafts(draft), self._target))
         self.tokenizer, self.processor = tokenizer, processor
         self.draft_tokenizer = tokenizer if draft_tokenizer is None else draft_tokenizer
-        self.config = config or PairConfig(ModelSource(), ModelSource(subfolder="draft"))
+        self.config = config or PairConfig(ModelSource(), ModelSource(subfolder=DRAFT_FOLDER))
         self.sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
         self.cache_dir: str | Path | None = None
         self.strategy = self._strategy()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_specx.bench.inputs import settings_of
-from hf_specx.common.drafts import NEW_HEADS, read_draft
+from hf_specx.common.drafts import DRAFT_FOLDER, NEW_HEADS, read_draft
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.heads.head import DraftHead
@@ -220,7 +220,7 @@ def _train(
     if best_step is not None:
         draft = learner.finished(trainer.model)
         after = acceptance_sums(learner.module(draft), test)
-    draft_facts = replace(model_facts(draft), name=None, subfolder="draft")
+    draft_facts = replace(model_facts(draft), name=None, subfolder=DRAFT_FOLDER)
     config = PairConfig(model_facts(target), draft_facts)
     target_tokenizer, draft_tokenizer = learner.tokenizers
     return Distilled(
