@@ -222,7 +222,7 @@ class Completer:
             if done.tokens is not None:
                 text = tokenizer.decode(done.tokens, skip_special_tokens=True)
             elif token_ids(tokenizer, prompt.text):
-                error = str(done.error).partition(": ")[2]
+                error = done.error
             else:
                 error = f"the prompt {EMPTY}"
             yield CompletedText(prompt, text, done.finish_reason, error)
@@ -244,6 +244,4 @@ class Completer:
         max_batch_tokens = options.pop("max_batch_tokens", None)
         check_generate_many(self.pair.target, [], self.batch_size, max_batch_tokens, strategy.streamer, options)
         options = {"tokenizer": self.pair.tokenizer} | options
-        queue = RequestQueue(self.pair.models, [Request([0], seed=0)], options, max_batch_tokens)
-        if not queue.begin_batch(1):
-            raise ValueError((queue.completed[0].error or "").removeprefix("request 0: "))
+        RequestQueue(self.pair.models, [], options, max_batch_tokens).check_options()

@@ -24,10 +24,10 @@ from hf_specx.hub.publish import publish, save
 from .complete import complete as complete_texts
 from .generate import (
     STRATEGY_OPTIONS,
+    EndStreamerOnError,
     add_positional,
     call_generate,
     check_before_loading,
-    ending_streamer,
     pop_options,
 )
 from .loading import embedded_dtype, load_pair
@@ -170,14 +170,14 @@ class DraftTargetPair(NoModel):
                 is learned of costs and acceptance is kept for later calls in any case.
         """
         model_class, device = type(self.target), execution_device(self.target)
-        with ending_streamer(kwargs.get("streamer")) as reached:
+        with EndStreamerOnError(kwargs.get("streamer")) as streamer_end:
             check_pair_call(kwargs | {"inputs": inputs})
             kwargs = add_positional(model_class, more, kwargs | {"inputs": inputs})
             kwargs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
             inputs = kwargs.pop("inputs")
             check_before_loading(inputs, self.target, kwargs)
             strategy = self.strategy_for(kwargs)
-            output = call_generate(strategy, model_class, self.target, inputs, kwargs, reached)
+            output = call_generate(strategy, model_class, self.target, inputs, kwargs, streamer_end)
         self.report = strategy.report
         return output
 

@@ -281,8 +281,7 @@ def _error_of(piece: Piece | Exception) -> str:
     """What went wrong, as far as it is known; empty if nothing did."""
     if isinstance(piece, Exception):
         return str(piece)
-    error = None if piece.finished is None else piece.finished.error
-    return "" if error is None else error.partition(": ")[2]  # without the number of the request
+    return piece.finished.error or "" if piece.finished is not None else ""
 
 
 class PairState(GenerationState):

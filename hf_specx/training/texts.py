@@ -77,7 +77,7 @@ class Writer:
         texts: list[tuple[int, list[int]]] = []
         for done in self.strategy.generate_many(self.target, requests, batch_size=ROWS, **options):
             if done.tokens is None:
-                raise ValueError(done.error)
+                raise ValueError(f"prompt {numbers[done.index]}: {done.error}")
             texts.append((numbers[done.index], done.tokens))
             advance(len(texts), len(numbers))
         return texts
