@@ -38,7 +38,7 @@ from hf_specx.hub.quantize import quantization_config
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, describe_draft, find_fit
-from .inputs import prompt_rows, settings_of
+from .inputs import generation_settings, prompt_rows
 from .measure_draft import measure_draft
 from .timer import Advance
 from .tune_settings import DraftTrial, TuneSettings
@@ -98,7 +98,7 @@ def tune(
         bool(drafts) and len(set(drafts)) == len(drafts), f"drafts={list(drafts)!r}: give at least one, and each once."
     )
     loaded = load(target, settings, settings.device_map)
-    settings = replace(settings, options=settings_of(loaded.model, settings.options), drafts=len(drafts))
+    settings = replace(settings, options=generation_settings(loaded.model, settings.options), drafts=len(drafts))
     ids = read_prompts(target, loaded, settings)
     trials: list[DraftTrial] = []
     for name in drafts:

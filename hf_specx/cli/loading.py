@@ -24,7 +24,7 @@ from hf_specx.hub.quantize import quantization_config
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .console import say, waiting_for
-from .options import Loading, Named
+from .options import LoadingOptions, PairOptions
 from .prompts import Prompt
 
 
@@ -41,7 +41,7 @@ def device_map(device: str | None) -> str | None:
     return device
 
 
-def tune_settings(loading: Loading, **options: Any) -> TuneSettings:
+def tune_settings(loading: LoadingOptions, **options: Any) -> TuneSettings:
     """The settings of `tune` with models that are loaded in this way."""
     return TuneSettings(
         dtype=loading.dtype,
@@ -52,7 +52,7 @@ def tune_settings(loading: Loading, **options: Any) -> TuneSettings:
     )
 
 
-def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
+def load_named(named: PairOptions, loading: LoadingOptions, chat: bool) -> DraftTargetPair:
     """Load the pair that a command names, or the target and the draft that it names as a pair.
 
     Raises ValueError if there is no tokenizer to read prompts with.
@@ -79,7 +79,7 @@ def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
     return pair
 
 
-def load_pair(named: str, loading: Loading, draft: str | None = None) -> DraftTargetPair:
+def load_pair(named: str, loading: LoadingOptions, draft: str | None = None) -> DraftTargetPair:
     """Load a pair of this name, perhaps with another draft."""
     name, revision = split_revision(named)
     options: dict[str, Any] = vars(loading) | {"device_map": device_map(loading.device_map)}
@@ -159,7 +159,7 @@ def pair_to_publish(named: str, inside: bool, trust_remote_code: bool) -> tuple[
         models["draft"] = config.draft
     references = [role for role, model in models.items() if model.name is not None]
     if (inside and references) or (trust_remote_code and len(references) < len(models)):
-        pair = load_pair(named, Loading(trust_remote_code=trust_remote_code))
+        pair = load_pair(named, LoadingOptions(trust_remote_code=trust_remote_code))
         if inside:
             references = []
         write = loaded_pair(pair, **dict.fromkeys(references, REFERENCE))

@@ -13,7 +13,7 @@ from hf_specx.common.errors import require
 from hf_specx.pairs.results_file import JSON_VALUES, PROMPT_KEYS, prompt_and_fields
 
 from .console import imports
-from .options import Prompted
+from .options import PromptOptions
 
 
 Prompt = str | list[dict[str, Any]]  # a text, or the messages of a chat, each with a role and its content
@@ -43,7 +43,7 @@ class FilePrompts(PromptSource):
     One per line; in a .jsonl file each line is a text in quotes, or an object. Lines of white space are passed over.
     """
 
-    def __init__(self, source: Prompted):
+    def __init__(self, source: PromptOptions):
         self.path, self.chat = source.file, source.chat
         self.name = "standard input" if source.file is None else str(source.file)
 
@@ -71,7 +71,7 @@ class FilePrompts(PromptSource):
 class DatasetPrompts(PromptSource):
     """The rows of a split of a dataset, by the package datasets: of the Hub, or in a folder."""
 
-    def __init__(self, source: Prompted):
+    def __init__(self, source: PromptOptions):
         self.name, self.chat = f"{source.dataset}, split {source.split or TRAIN}", source.chat
         self.column = source.column
         self.rows = load_rows(str(source.dataset), source.split)
@@ -173,7 +173,7 @@ def apply_chat_option(prompt: Prompt, chat: bool) -> Prompt:
     return [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
 
 
-def read_prompts(source: Prompted, others: str) -> Prompts:
+def read_prompts(source: PromptOptions, others: str) -> Prompts:
     """The prompts of --prompts or --dataset, one by one, or of a pipe, which can be read once: all of them.
 
     `others` says how to give prompts, where there are none.
@@ -185,7 +185,7 @@ def read_prompts(source: Prompted, others: str) -> Prompts:
     return prompts
 
 
-def prompts_of_file(source: Prompted) -> list[Prompt]:
+def prompts_of_file(source: PromptOptions) -> list[Prompt]:
     """The prompts of --prompts or --dataset, [] without both; --chat is for them alone."""
     require(
         source.is_named or not source.chat,

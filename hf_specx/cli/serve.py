@@ -11,7 +11,7 @@ from hf_specx.common.errors import require
 
 from .console import imports, say
 from .generate import strategy_options
-from .options import LARGEST_SEED, Loading, Named, command
+from .options import LARGEST_SEED, LoadingOptions, PairOptions, command
 
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ HELP_SEED = "Texts of requests without a seed follow from this one; by default t
 
 @command
 def serve(
-    named: Named,
-    loading: Loading,
+    named: PairOptions,
+    loading: LoadingOptions,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(help=HELP_PORT)] = 8000,
     batch_size: Annotated[int, typer.Option(help=HELP_BATCH_SIZE, min=1)] = 8,

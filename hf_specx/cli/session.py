@@ -17,7 +17,7 @@ import torch
 from rich.text import Text
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specx.bench.inputs import Inputs, emitted, encode, prompt_width, settings_of
+from hf_specx.bench.inputs import Inputs, emitted, encode, generation_settings, prompt_width
 from hf_specx.bench.store import provenance
 from hf_specx.bench.timer import Comparison, Timing, compare
 from hf_specx.common.errors import require
@@ -121,7 +121,7 @@ class Session:
         self.texts, self.console = Output(quiet=quiet), Output(stderr=True, quiet=quiet)
         for option, value in strategy.items():
             setattr(pair.strategy, option, value)
-        settings = settings_of(pair.target, options)
+        settings = generation_settings(pair.target, options)
         masks = {"logits_processor": processors} if processors else {}
         self.typed_options = options | {"max_new_tokens": settings["max_new_tokens"]} | masks
         self.options = settings | masks

@@ -43,12 +43,12 @@ def find_draft(target: PreTrainedModel, arguments: dict[str, Any]) -> DraftOfPai
     It is loaded once for each target, on the device of the target's last layers and in its precision. Of the
     `arguments` of the call only `HUB_OPTIONS` and `revision` are used.
     """
-    hub = {name: arguments[name] for name in HUB_OPTIONS if arguments.get(name) is not None}
+    hub_kwargs = {name: arguments[name] for name in HUB_OPTIONS if arguments.get(name) is not None}
     name, revision = _pair_of(target, arguments)
     with LOADING:
         drafts = DRAFTS_OF_PAIRS.setdefault(target, {})
         if (name, revision) not in drafts:
-            drafts[name, revision] = draft_of_pair(target, name, revision, hub)
+            drafts[name, revision] = draft_of_pair(target, name, revision, hub_kwargs)
         return drafts[name, revision]
 
 
@@ -71,12 +71,12 @@ def _called_by() -> str | None:
     return folder if isinstance(folder, str) and (Path(folder) / PAIR_CONFIG_NAME).is_file() else None
 
 
-def draft_of_pair(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> DraftOfPair:
+def draft_of_pair(target: PreTrainedModel, name: str, revision: str | None, hub_kwargs: dict[str, Any]) -> DraftOfPair:
     """The draft of a pair, loaded for a target; a ValueError if there is no such pair."""
-    commit = None if Path(name).is_dir() else revision or commit_of(target, hub.get("cache_dir"))
+    commit = None if Path(name).is_dir() else revision or commit_of(target, hub_kwargs.get("cache_dir"))
     try:
         require(bool(name), "it was made here")
-        pair, config = get_pair(name, commit, **hub)
+        pair, config = get_pair(name, commit, **hub_kwargs)
     except (OSError, ValueError) as error:
         message = "there is no draft: pass draft_model= or assistant_model=, or load the target from a pair, which "
         message += f"brings its draft (this one is of no pair: {str(error).partition(';')[0]})."
@@ -84,7 +84,7 @@ def draft_of_pair(target: PreTrainedModel, name: str, revision: str | None, hub:
             message += f" The pair {PAIR!r}, which this code was published with, is not there."
         raise ValueError(message) from error
     warn_of_another_target(config, target)
-    model = find_model(pair, config, "draft", hub, False, True)
+    model = find_model(pair, config, "draft", hub_kwargs, False, True)
     draft = model.load(target, dtype=target.dtype)
     options, costs = recommended(config, target)
     if model.files is None:

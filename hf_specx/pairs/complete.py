@@ -166,10 +166,10 @@ class Progress(tqdm):
     """A progress bar of `complete` on stderr; where that is no terminal, a line now and then.
 
     It counts tokens as a listener of a strategy; of several processes the first one shows its share. `total` and
-    `done` are prompts, of which some may have been done before.
+    `num_done` are prompts, of which some may have been done before.
     """
 
-    def __init__(self, total: int | None, done: int = 0):
+    def __init__(self, total: int | None, num_done: int = 0):
         self.emitted = self.drafted = self.accepted = 0
         line = "{n_fmt} prompts in {elapsed}{postfix}"
         if total is not None:
@@ -177,7 +177,7 @@ class Progress(tqdm):
         form: dict[str, Any] = {"delay": LINE_EVERY, "mininterval": LINE_EVERY, "bar_format": f"{line}\n"}
         if sys.stderr.isatty():
             form = {"delay": BAR_AFTER, "bar_format": f"{{bar:20}} {line}" if total else line}
-        super().__init__(total=total, initial=done, disable=os.environ.get("RANK", "0") != "0", **form)
+        super().__init__(total=total, initial=num_done, disable=os.environ.get("RANK", "0") != "0", **form)
 
     def observe(self, round_: Round) -> None:
         """Count the tokens of a round."""
@@ -185,14 +185,14 @@ class Progress(tqdm):
         self.drafted += sum(round_.draft.lengths)
         self.accepted += sum(round_.accepted)
 
-    def show(self, done: int) -> None:
+    def show(self, num_done: int) -> None:
         """Show that so many prompts are done by now."""
         if self.disable:
             return
         seconds = max(self.format_dict["elapsed"], 1e-9)
         accepted = f", {self.accepted / self.drafted:.0%} of candidates accepted" if self.drafted else ""
         self.set_postfix_str(f"{self.emitted / seconds:.0f} tokens/s{accepted}", refresh=False)
-        self.update(done - self.n)
+        self.update(num_done - self.n)
 
 
 class Completer:
@@ -216,16 +216,16 @@ class Completer:
                 waiting[number] = prompt
                 yield Request(token_ids(tokenizer, prompt.text), seed=self.seed + prompt.index)
 
-        for done in strategy.generate_many(self.pair.target, requests(), batch_size=self.batch_size, **options):
-            prompt = waiting.pop(done.index)
+        for completion in strategy.generate_many(self.pair.target, requests(), batch_size=self.batch_size, **options):
+            prompt = waiting.pop(completion.index)
             text = error = None
-            if done.tokens is not None:
-                text = tokenizer.decode(done.tokens, skip_special_tokens=True)
+            if completion.tokens is not None:
+                text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
             elif token_ids(tokenizer, prompt.text):
-                error = done.error
+                error = completion.error
             else:
                 error = f"the prompt {EMPTY}"
-            yield CompletedText(prompt, text, done.finish_reason, error)
+            yield CompletedText(prompt, text, completion.finish_reason, error)
         self.pair.report = strategy.report
 
     def _check(self) -> None:

@@ -137,11 +137,15 @@ class SpeculativeLM(HFLM):
         options |= {"tokenizer": self.tokenizer, "stop_strings": strings or None, "max_new_tokens": limit}
         mixed = self.mixed_precision_dtype
         with torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None):
-            for done in self.speculative.generate_many(self.model, waiting, batch_size=int(batch_size), **options):
-                number = order[done.index]
-                if done.tokens is None:
-                    raise ValueError(f"a context of {len(prompts[number])} tokens cannot be served: {done.error}")
-                yield number, self._cut(done.tokens, until)
+            for completion in self.speculative.generate_many(
+                self.model, waiting, batch_size=int(batch_size), **options
+            ):
+                number = order[completion.index]
+                if completion.tokens is None:
+                    raise ValueError(
+                        f"a context of {len(prompts[number])} tokens cannot be served: {completion.error}"
+                    )
+                yield number, self._cut(completion.tokens, until)
         report = self.speculative.report
         if report is not None:
             self.report = report if self.report is None else self.report + report

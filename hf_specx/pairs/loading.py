@@ -71,15 +71,15 @@ def load_pair(
     if is_embedded(str(name_or_path)):
         name_or_path, dtype = embedded_folder(), embedded_dtype(dtype, device_map)
     for_one_model = _options_of_one_model(kwargs, draft_kwargs or {})
-    hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+    hub_kwargs = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     for_both = kwargs | {"dtype": dtype, "use_safetensors": use_safetensors or None}
-    files, config = get_pair(name_or_path, revision, **hub)
+    files, config = get_pair(name_or_path, revision, **hub_kwargs)
     trust = (trust_remote_code, use_safetensors)
     replacements = {"target": target, "draft": with_weightless_drafts(draft)}
     drafts = config.weightless_draft() if draft is None else replacements["draft"]
     for_target = {"device_map": device_map} | for_one_model["target"]
     _check_used({"target": target, "draft": drafts}, for_target, draft_device_map, draft_kwargs)
-    models = {role: _find(files, config, role, other, hub, *trust) for role, other in replacements.items()}
+    models = {role: _find(files, config, role, other, hub_kwargs, *trust) for role, other in replacements.items()}
     tokenizers: dict[str, Any] = _tokenizers(files, models, config, trust_remote_code)
     placement = plan(
         models["target"].config("target"),
@@ -103,7 +103,7 @@ def load_pair(
     check_head(draft if isinstance(draft, str) else "", loaded_draft)
     pair = cls(loaded_target, loaded_draft, config=config, **tokenizers)
     pair.sources = {role: _source(model) for role, model in models.items()}
-    pair.cache_dir = hub.get("cache_dir")
+    pair.cache_dir = hub_kwargs.get("cache_dir")
     return pair
 
 
@@ -129,11 +129,13 @@ def _options_of_one_model(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) 
     return {"target": target, "draft": draft_kwargs}
 
 
-def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str, Any], *trust: bool) -> FoundModel:
+def _find(
+    pair: Files, config: PairConfig, role: str, other: Any, hub_kwargs: dict[str, Any], *trust: bool
+) -> FoundModel:
     """The pair's own model in checked files, or `other`, a model, its folder or id; if it was not measured, the config
     forgets what was."""
     if other is None:
-        return find_model(pair, config, role, hub, *trust)
+        return find_model(pair, config, role, hub_kwargs, *trust)
     if role == "draft":
         config.set_draft(other if isinstance(other, WeightlessDraft) else None)
     source: ModelSource = getattr(config, role)
@@ -144,10 +146,10 @@ def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str,
         model, is_same = FoundModel(None, model=other), False
     else:
         if role == "draft":
-            model_files = find_draft_files(read_draft(str(other)).model or str(other), **hub)
+            model_files = find_draft_files(read_draft(str(other)).model or str(other), **hub_kwargs)
         else:
-            model_files = find_files(str(other), **hub)
-        files = get_model(model_files, ModelSource(), *trust, **hub)
+            model_files = find_files(str(other), **hub_kwargs)
+        files = get_model(model_files, ModelSource(), *trust, **hub_kwargs)
         model = FoundModel(files, trusted=trust[0])
         is_same = trust[1] and fingerprint(files.root) == source.fingerprint
     if not is_same:

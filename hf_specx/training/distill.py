@@ -17,7 +17,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_specx.bench.inputs import settings_of
+from hf_specx.bench.inputs import generation_settings
 from hf_specx.common.drafts import DRAFT_FOLDER, NEW_HEADS, read_draft
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
@@ -116,7 +116,7 @@ def with_generation_settings(target: PreTrainedModel, draft: Any, options: dict[
     options = {name: value for name, value in options.items() if name not in GENERATION_OPTIONS or value is not None}
     generation_options = {name: options[name] for name in GENERATION_OPTIONS if name in options}
     defaults = {"passes": PASSES_OF_HEADS} if draft in NEW_HEADS else {}
-    return defaults | options | settings_of(target, generation_options)
+    return defaults | options | generation_settings(target, generation_options)
 
 
 def make_learner(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> Learner:
