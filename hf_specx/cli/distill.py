@@ -14,7 +14,7 @@ from hf_specx.hub.folders import check_folder, check_writable
 from hf_specx.training.recipe import TrainingRecipe
 
 from .console import going_on_with, imports, say, waiting_for
-from .options import HELP_TARGET, Loading, Overwrite, Prompted, Sampling, command, typed
+from .options import HELP_TARGET, DecodingOptions, LoadingOptions, Overwrite, PromptOptions, command, typed
 from .prompts import Prompt, read_prompts
 
 
@@ -36,9 +36,9 @@ HELP_SET += "hf_specx/training/README.md."
 
 @command
 def distill(
-    source: Prompted,
-    sampling: Sampling,
-    loading: Loading,
+    source: PromptOptions,
+    sampling: DecodingOptions,
+    loading: LoadingOptions,
     target: Annotated[str, typer.Argument(help=HELP_TARGET)],
     draft: Annotated[str, typer.Argument(help=HELP_START)],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder that the pair is saved in.")],
@@ -102,7 +102,12 @@ def settings_typed(pairs: list[str]) -> dict[str, Any]:
 
 
 def train(
-    target: str, named: str, loading: Loading, prompts: list[Prompt], source: Prompted, options: dict[str, Any]
+    target: str,
+    named: str,
+    loading: LoadingOptions,
+    prompts: list[Prompt],
+    source: PromptOptions,
+    options: dict[str, Any],
 ) -> "Distilled | None":
     """Load the models and train; None on other processes than the first one."""
     with imports():

@@ -19,11 +19,11 @@ from .options import (
     HELP_TARGET,
     AsJson,
     Batches,
-    Loading,
+    DecodingOptions,
+    LoadingOptions,
     Overwrite,
-    Processing,
-    Prompted,
-    Sampling,
+    ProcessorOptions,
+    PromptOptions,
     Seed,
     command,
     typed,
@@ -53,10 +53,10 @@ HELP_SECONDS = "Seconds of turns, for each draft and batch size, at most; they e
 
 @command
 def tune(
-    source: Prompted,
-    sampling: Sampling,
-    processing: Processing,
-    loading: Loading,
+    source: PromptOptions,
+    sampling: DecodingOptions,
+    processing: ProcessorOptions,
+    loading: LoadingOptions,
     target: Annotated[str, typer.Argument(help=HELP_TARGET)],
     drafts: Annotated[list[str] | None, typer.Argument(help=HELP_DRAFTS, show_default="suffix exits")] = None,
     batch_size: Batches = None,
@@ -119,7 +119,7 @@ def tune(
         trials = tuning.tune(target, names, settings, bar.update)
     best = trials[0]
     if best.pair is not None and texts:
-        generation = tuning.settings_of(best.pair.target, options)
+        generation = tuning.generation_settings(best.pair.target, options)
         say(f"target {target}, drafts {', '.join(names)}: {in_words(generation)}", "dim")
     show_drafts(target, trials, Output(quiet=as_json))
     if as_json:

@@ -60,5 +60,9 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether a prompt is one or more messages, rather than a text or tokens."""
-    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(turn, dict) for turn in prompt)
+    """Whether a prompt is one or more messages, each with a role, and with its content or calls of tools."""
+    is_list = isinstance(prompt, list | tuple) and bool(prompt)
+    return is_list and all(
+        isinstance(message, dict) and "role" in message and not message.keys().isdisjoint(("content", "tool_calls"))
+        for message in prompt
+    )

@@ -16,7 +16,7 @@ from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.per_request import RequestStopping
 
 from .ranks import synced_by_default
-from .requests import CancelCriteria, Completion, Piece, PreparedRequest, RequestPreparer, as_request
+from .requests import CancelCriteria, Completion, Piece, PreparedRequest, Request, RequestPreparer, as_request
 
 
 KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
@@ -65,6 +65,10 @@ class RequestQueue:
         self.completed: list[Completion] = []
         self.new_tokens: dict[int, list[int]] = {}  # by request, since the last `pop`
         self.iterable_error: Exception | None = None
+
+    def check_options(self) -> None:
+        """Raise ValueError if the options of the call serve no request, not even one of a single token."""
+        self._check_room(self.preparer.prepare_request(0, Request([0], seed=0)))
 
     def begin_batch(self, rows: int) -> bool:
         """Take as many requests as may share a batch of at most so many rows; False if there is none now."""
@@ -172,7 +176,7 @@ class RequestQueue:
 
     def refuse(self, index: int, error: Exception) -> None:
         """Complete a request as one that cannot be served; the others go on."""
-        self.completed.append(Completion(index, None, "refused", error=f"request {index}: {error}"))
+        self.completed.append(Completion(index, None, "refused", error=str(error)))
 
     def complete_alone(self, output: Any) -> None:
         """Complete the request that has run alone, by the output of its call."""

@@ -49,7 +49,7 @@ class SpeculationReport:
         misread_reason: why the files of a head look as if they were misread, and what to do.
         tree_reason: why candidates did not branch though that was asked for.
         plain_steps: target forwards without candidates, the prompts' own among them.
-        nodes: all candidates, where they branch; `drafted`, `judged` and what is by position are of first choices.
+        nodes: all candidates, where they branch; `drafted`, `judged` and counts by position are of first choices.
         accepted_per_rank: accepted candidates by their rank among those that followed the same token.
         forced: candidates that were the only token allowed.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.

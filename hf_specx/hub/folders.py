@@ -7,7 +7,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from hf_specx.common.drafts import HUB_ID
+from hf_specx.common.drafts import HUB_ID, PAIR_CONFIG_NAME
 from hf_specx.common.errors import require
 
 from .secrets import without_secrets
@@ -16,7 +16,6 @@ from .secrets import without_secrets
 PAIR_CARD_MARKER = "- draft-model"  # among the tags of each card of a pair
 MARKER_BYTES = 2**20  # bytes at the beginning of a file in which a marker is looked for
 INSIDE, REFERENCE = "inside", "reference"
-PAIR_CONFIG_NAME = "specx_config.json"  # `pair_config.CONFIG_NAME`, whose import would take seconds
 
 
 def check_folder(folder: Path, overwrite: bool, how: str = "overwrite=True") -> None:

@@ -59,7 +59,7 @@ def load_model_or_head(files: Files, trusted: bool, target: PreTrainedModel | No
     return load_model(files, trusted, **kwargs)
 
 
-def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], *trust: bool) -> FoundModel:
+def find_model(pair: Files, config: PairConfig, role: str, hub_kwargs: dict[str, Any], *trust: bool) -> FoundModel:
     """Get and check the files of a pair's own target or draft.
 
     If it is not the model that was measured, a warning says so, and measurements are dropped from the config.
@@ -69,7 +69,7 @@ def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], 
     source: ModelSource = getattr(config, role)
     draft = config.weightless_draft() if role == "draft" else None
     if draft is None:
-        files = get_model(pair, source, *trust, **hub)
+        files = get_model(pair, source, *trust, **hub_kwargs)
         folder = files.folder
         comparable = (source.fingerprint or "").startswith(FORM) and (folder / shards(folder)[0]).exists()  # no pickle
         if comparable and fingerprint(folder) != source.fingerprint:
@@ -79,7 +79,7 @@ def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], 
         return FoundModel(files, source, trust[0] and source.is_pinned)
     if config.early_exit is None or not config.early_exit.head:
         return FoundModel(None, model=draft)
-    path = get_files(pair.name, pair.revision, [HEAD_NAME], **hub).root / HEAD_NAME
+    path = get_files(pair.name, pair.revision, [HEAD_NAME], **hub_kwargs).root / HEAD_NAME
     check_links(pair.root, path)
     shapes_in(path)
     return FoundModel(None, model=draft, head=path)

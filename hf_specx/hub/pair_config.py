@@ -19,7 +19,6 @@ from hf_specx.models.choose import LAYOUTS
 from .schema import MAX_CONFIG_BYTES, SAVE_ANEW, of_items, read, read_text, validator
 
 
-CONFIG_NAME = "specx_config.json"
 SCHEMA = 1
 WeightlessDraft = SuffixDraft | EarlyExitDraft
 MAX_RECOMMENDED = 64  # candidates a round that a config may recommend

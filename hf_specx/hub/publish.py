@@ -24,6 +24,7 @@ from transformers.utils import (
 )
 
 from hf_specx.common.checkpoints import Files
+from hf_specx.common.drafts import DRAFT_FOLDER, PAIR_CONFIG_NAME
 from hf_specx.common.errors import require
 from hf_specx.common.model_files import shards
 from hf_specx.common.wrappers import has_adapters, label_of
@@ -35,7 +36,7 @@ from .facts import draft_tokenizer_facts, model_facts, tokenizer_facts
 from .fetch import SMALL_FILES, fingerprint, get_pair, get_settings, get_tokenizer
 from .folders import INSIDE, PAIR_CARD_MARKER, REFERENCE, check_folder, check_repository, without_folders
 from .load_model import HEAD_NAME, FoundModel, find_model
-from .pair_config import CONFIG_NAME, SLOWER, ModelSource, PairConfig, WeightlessDraft
+from .pair_config import SLOWER, ModelSource, PairConfig, WeightlessDraft
 from .publish_code import (
     CARD,
     CODE_FOLDER,
@@ -51,12 +52,11 @@ from .references import why_not_there
 
 
 MESSAGE = "Draft-target pair"
-MODEL_FILES = ("config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside the weights
+FILES_BESIDE_WEIGHTS = ("config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME)
 PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
 WritePair = Callable[[Path], PairConfig]  # writes models, tokenizers and config into an empty folder
 SAVED = (*SMALL_FILES, "*.safetensors", "*.bin", "*.py")  # by `save`
 SOURCE_FIELDS = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
-DRAFT = "draft"  # the subfolder of one that is inside
 
 
 def save(
@@ -190,10 +190,10 @@ def _write(pair: Any, sources: dict[str, ModelSource | None], folder: Path) -> P
         save_file(tensors, folder / HEAD_NAME, metadata={"format": "pt"})
     config.draft_tokenizer = None
     if isinstance(pair.draft, PreTrainedModel):
-        config.draft = sources["draft"] or _write_model(pair.draft, folder, DRAFT)
+        config.draft = sources["draft"] or _write_model(pair.draft, folder, DRAFT_FOLDER)
         config.draft_tokenizer = draft_tokenizer_facts(pair)
         if config.draft_tokenizer is not None and sources["draft"] is None:
-            pair.draft_tokenizer.save_pretrained(folder / DRAFT)
+            pair.draft_tokenizer.save_pretrained(folder / DRAFT_FOLDER)
     config.target = sources["target"] or _write_model(pair.target, folder)
     if config.processor and pair.processor is None:
         message = "the pair was saved with a processor, and is saved without it; set pair.processor to what "
@@ -222,14 +222,14 @@ def _copy(
     files: Files, config: PairConfig, models: dict[str, FoundModel], trust_remote_code: bool, folder: Path
 ) -> PairConfig:
     """Write the files of models that are inside, the tokenizers and the config; returns the config."""
-    for role, subfolder in (("draft", DRAFT), ("target", "")):
+    for role, subfolder in (("draft", DRAFT_FOLDER), ("target", "")):
         model = models.get(role)
         if model is not None and model.head is not None:
             shutil.copyfile(model.head, folder / HEAD_NAME)
         if model is None or model.files is None:
             continue
         (folder / subfolder).mkdir(exist_ok=True)
-        for name in (*MODEL_FILES, *shards(model.files.folder)):
+        for name in (*FILES_BESIDE_WEIGHTS, *shards(model.files.folder)):
             if (model.files.folder / name).is_file():
                 shutil.copyfile(model.files.folder / name, folder / subfolder / name)
         setattr(config, role, replace(getattr(config, role), subfolder=subfolder))
@@ -249,8 +249,8 @@ def _write_config(config: PairConfig, folder: Path) -> PairConfig:
     """Write the config without folders of this machine; returns it."""
     config.measurements = [replace(m, command=without_folders(m.command)) for m in config.measurements]
     text = config.to_text()
-    PairConfig.from_text(text.encode(), CONFIG_NAME)  # what could not be read again is not saved
-    (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+    PairConfig.from_text(text.encode(), PAIR_CONFIG_NAME)  # what could not be read again is not saved
+    (folder / PAIR_CONFIG_NAME).write_text(text, encoding="utf-8")
     return config
 
 
@@ -324,7 +324,7 @@ def _upload(api: HfApi, folder: Path, branch: Branch, commit_message: str) -> st
     stale = sorted(filter(_is_saved, files))
     replaced = stale + [file for file in files if file.startswith(f"{CODE_FOLDER}/")]
     message = f"{repo_id} is no pair, and has {replaced[:3]}, which a pair would replace; name another repository."
-    require(CONFIG_NAME in files or not replaced, message)
+    require(PAIR_CONFIG_NAME in files or not replaced, message)
     keep_card_of_others(api, folder, files, listed_branch, PAIR_CARD_MARKER)
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -338,4 +338,4 @@ def _upload(api: HfApi, folder: Path, branch: Branch, commit_message: str) -> st
 def _is_saved(name: str) -> bool:
     """Whether a file of a repository may belong to an earlier pair: at the root, in `draft/`, or a chat template."""
     folder, _, last = name.rpartition("/")
-    return folder in ("", DRAFT, CHAT_TEMPLATE_DIR) and any(fnmatch(last, pattern) for pattern in SAVED)
+    return folder in ("", DRAFT_FOLDER, CHAT_TEMPLATE_DIR) and any(fnmatch(last, pattern) for pattern in SAVED)

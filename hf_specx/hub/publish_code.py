@@ -17,13 +17,13 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import RevisionNotFoundError
 
-from hf_specx.common.drafts import HUB_ID, check_model_name, split_revision
+from hf_specx.common.drafts import HUB_ID, PAIR_CONFIG_NAME, check_model_name, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.model_files import FULL_COMMIT
 
 from . import pair_source
 from .flatten import PAIR_SOURCE, code_version, kind_of_draft, published_code
-from .folders import PAIR_CONFIG_NAME, check_repository
+from .folders import check_repository
 
 
 CODE_FOLDER = "custom_generate"

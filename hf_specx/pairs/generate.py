@@ -36,8 +36,7 @@ from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import find_draft
 
 
-STRATEGY_OPTIONS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "compile", "costs")
-STRATEGY_OPTIONS += ("tree", "draft_tokenizer", "tokenizer_match", "tokenizer", "streamer", "stream_by")
+STRATEGY_OPTIONS = tuple(inspect.getfullargspec(SpeculativeDecoding.__init__).kwonlyargs)
 NOT_OF_TRANSFORMERS = (*STRATEGY_OPTIONS, "draft_model", "assistant_tokenizer", "seeds")
 NAMED_ARGUMENTS = inspect.signature(GenerationMixin.generate).parameters.keys() - {
     "self",
@@ -73,7 +72,7 @@ def generate(
     if model is None or hasattr(inputs, "can_generate"):
         message = "the target is given by name: hf_specx.generate(ids, model=model, draft_model=draft); and as "
         raise TypeError(f"{message}custom_generate= in a call of model.generate give SpeculativeDecoding(draft)")
-    with ending_streamer(kwargs.get("streamer")) as reached:
+    with EndStreamerOnError(kwargs.get("streamer")) as streamer_end:
         model = unwrapped(model)
         check_entry(model, kwargs.get("custom_generate"))
         # called by string, we may be inside the class's own `generate` already; all arguments are then named
@@ -81,7 +80,7 @@ def generate(
         kwargs = add_positional(owner, more, kwargs)
         custom_generate = kwargs.pop("custom_generate", None)
         if custom_generate is not None:
-            reached.append(True)
+            streamer_end.strategy_called = True
             first = () if inputs is None else (inputs,)
             return owner.generate(model, *first, custom_generate=custom_generate, **kwargs)
         if kwargs.get("assistant_model") is not None and owner is not type(model):
@@ -93,10 +92,10 @@ def generate(
         strategy = SpeculativeDecoding(draft, **recommended | options)
         strategy.load(model)
         if "costs" in options:
-            return call_generate(strategy, owner, model, inputs, kwargs, reached)
+            return call_generate(strategy, owner, model, inputs, kwargs, streamer_end)
         with remembered_times(strategy, model) as times:  # those at batch sizes of other calls must not count
             strategy.costs = replace(costs.copy(), measured=times)
-            return call_generate(strategy, owner, model, inputs, kwargs, reached)
+            return call_generate(strategy, owner, model, inputs, kwargs, streamer_end)
 
 
 def pop_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], Costs]:
@@ -173,16 +172,19 @@ def remembered_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> 
             times_of_draft.setdefault(key, times).update(times)
 
 
-@contextmanager
-def ending_streamer(streamer: Any) -> Iterator[list[bool]]:
-    """A context that ends a streamer after an error, unless its list has an item: then the strategy ends it."""
-    reached: list[bool] = []
-    try:
-        yield reached
-    except BaseException:
-        if not reached and hasattr(streamer, "end"):
-            streamer.end()
-        raise
+class EndStreamerOnError:
+    """A context that ends a streamer after an error, unless the strategy was called: that ends the streamer itself."""
+
+    def __init__(self, streamer: Any):
+        self.streamer = streamer
+        self.strategy_called = False
+
+    def __enter__(self) -> "EndStreamerOnError":
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
+        if error_type is not None and not self.strategy_called and hasattr(self.streamer, "end"):
+            self.streamer.end()
 
 
 def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -244,11 +246,11 @@ def call_generate(
     model: PreTrainedModel,
     inputs: torch.Tensor | None,
     kwargs: dict[str, Any],
-    reached: list[bool],
+    streamer_end: EndStreamerOnError,
 ) -> Any:
     """Call `owner.generate`, of the model's class or of `GenerationMixin`, with a strategy; returns what it returns.
 
-    `reached` gets an item once the strategy is called, see `ending_streamer`.
+    `streamer_end` is told when the strategy is called.
     """
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)
@@ -257,7 +259,7 @@ def call_generate(
 
     @functools.wraps(prepared_inputs)
     def decode(called_model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        reached.append(True)
+        streamer_end.strategy_called = True
         target = model if called_model is served else called_model  # PEFT gives the model inside its wrapper
         # Whisper calls once for each window, and its report is of all
         return strategy.decode(prepared_inputs(target, *args, **kwargs), strategy.report, **withheld)

@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from hf_specx.common.chats import is_chat
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.hub.folders import check_out
 from hf_specx.hub.locks import LOCK, check_free, locked
@@ -59,7 +60,27 @@ class CompletedText(NamedTuple):
         return json.dumps(values, ensure_ascii=False).encode() + b"\n"
 
 
-def fields_of_line(values: dict[str, Any], where: str) -> dict[str, Any]:
+def prompt_and_fields(value: Any, where: str) -> tuple[str | list[dict[str, Any]], dict[str, Any]]:
+    """A prompt, and of an object its other fields; the prompt is under the first of `PROMPT_KEYS` that it has.
+
+    Raises:
+        ValueError: the prompt is no text and no list of messages, or a line of JSON does not hold the fields; the
+            message begins with `where`.
+    """
+    prompt, fields = value, {}
+    if isinstance(value, dict):
+        key = next((key for key in PROMPT_KEYS if key in value), None)
+        require(key is not None, f"{where} has none of the fields {', '.join(PROMPT_KEYS)}; give one of them.")
+        prompt = value[key]
+        fields = _fields_of_line({name: other for name, other in value.items() if name != key}, where)
+    require(
+        isinstance(prompt, str) or is_chat(prompt),
+        f"{where} is {brief(prompt)}; give a text, or one or more messages, each with its role and content.",
+    )
+    return prompt, fields
+
+
+def _fields_of_line(values: dict[str, Any], where: str) -> dict[str, Any]:
     """The fields of a prompt's line as its result gives them back: those that it has of its own as "input_...".
 
     A ValueError for what a line of JSON does not hold.
