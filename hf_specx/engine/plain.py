@@ -13,7 +13,6 @@ from .call import Call
 from .check_inputs import decoding_method_of
 from .outputs import Stream
 from .report import PLAINLY, SpeculationReport
-from .run import make_batch
 
 
 def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
@@ -31,7 +30,7 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     asks_criteria_each_token = method == "_sample"  # beams and the like do not
     criteria = _CriteriaWithStream(call.stopping, stream if asks_criteria_each_token else None, ids)
     if stream is not None:
-        stream.prompt(make_batch(call))
+        stream.prompt(call.make_batch())
     arguments: dict[str, Any] = {"synced_gpus": call.synced_gpus, **prompt.kwargs}
     if method == "_assisted_decoding":
         arguments["inputs_tensor"] = prompt.inputs_tensor

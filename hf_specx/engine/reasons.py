@@ -10,7 +10,7 @@ candidates in
 - devices and ranks (`why_no_noise`, `why_out_of_step`).
 
 Three more are known elsewhere: `SWITCHED_OFF` by the options, `DOES_NOT_PAY` by the costs of earlier calls
-(`would_not_draft` in `run.py`), and `why_measured_wrong` after a measurement (`measured_target.py`).
+(`Call.would_not_draft`), and `why_measured_wrong` after a measurement (`measured_target.py`).
 """
 
 import inspect

@@ -1,7 +1,6 @@
 """The strategy that users give to `generate`: its options, and what it remembers from call to call."""
 
 import copy
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,24 +29,18 @@ from hf_specx.models.choose import LAYOUTS
 from hf_specx.models.prompts import PreparedInputs, prepare
 
 from .call import Call, make_call, warn_once
+from .check_arguments import check_draft, check_entry, check_generate_many, repository_of
 from .check_options import check_options
 from .decode import decode
-from .entry import (
-    CheckingSignature,
-    check_draft,
-    check_entry,
-    check_generate_many,
-    prepared_inputs,
-    repository_of,
-    withheld_arguments,
-)
+from .entry import prepared_inputs
+from .generate_frame import CheckingSignature, withheld_arguments
 from .measured_target import with_measured_target
 from .plain import decode_plainly
 from .queue import RequestQueue, in_order
 from .reasons import DOES_NOT_PAY
 from .report import SpeculationReport
 from .requests import Request
-from .run import Run, would_not_draft
+from .run import Run
 
 
 class SpeculativeDecoding(NoModel):
@@ -147,7 +140,7 @@ class SpeculativeDecoding(NoModel):
 
         An output with `return_dict_in_generate=True` has the report as its attribute `speculation_report`.
         """
-        return self.decode(prepared_inputs(model, *args, **kwargs), **withheld_arguments(sys._getframe()))
+        return self.decode(prepared_inputs(model, *args, **kwargs), **withheld_arguments())
 
     @torch.no_grad()
     def decode(
@@ -327,7 +320,7 @@ class SpeculativeDecoding(NoModel):
 
     def run_call(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
         """The output of a call, decoded to its end; the report goes on from an earlier one."""
-        if not call.fallback_reason and would_not_draft(call, self.costs):
+        if not call.fallback_reason and call.would_not_draft(self.costs):
             call = replace(call, fallback_reason=DOES_NOT_PAY)
         call, target = with_measured_target(call)
         if not call.fallback_reason:
