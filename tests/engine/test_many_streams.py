@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from all_pairs import all_pairs
+from all_pairs import each_value
 from criteria import Counting
 from many import DRAFTS, GREEDY, SAMPLED, alone, requests
 from plain import coupled
@@ -66,7 +66,7 @@ GROUPS = {
 
 @pytest.mark.parametrize(
     ("kind", "options", "groups", "model_type"),
-    all_pairs(DRAFTS, {"greedy": GREEDY, "sampled": SAMPLED}, GROUPS, ("llama", "gpt2", "mistral")),
+    each_value(DRAFTS, {"greedy": GREEDY, "sampled": SAMPLED}, GROUPS, ("llama", "gpt2", "mistral")),
 )
 def test_requests_that_come_later_get_the_text_of_generate(kind: str, options: str, groups: str, model_type: str):
     """In places that were free from the first, became free, or that others have just left."""

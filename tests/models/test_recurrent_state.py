@@ -2,7 +2,7 @@
 
 import pytest
 import zoo
-from all_pairs import all_pairs
+from all_pairs import each_value
 from plain import assert_plain, coupled
 from sweep import MODES
 
@@ -17,7 +17,7 @@ NEW_TOKENS = 24
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
-@pytest.mark.parametrize(("model_type", "mode", "rows"), all_pairs(STATEFUL, MODES, [1, 4]))
+@pytest.mark.parametrize(("model_type", "mode", "rows"), each_value(STATEFUL, MODES, [1, 4]))
 def test_equals_stock(model_type: str, mode: str, rows: int):
     target = zoo.build("causal", model_type)
     inputs, settings = zoo.inputs(target, rows), MODES[mode] | {"max_new_tokens": NEW_TOKENS}

@@ -7,6 +7,7 @@ import pytest
 import torch
 import zoo
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from all_pairs import each_value
 from counting import counting, reads_only
 from plain import assert_plain, coupled
 from tiny import near, prompts, tiny
@@ -22,8 +23,7 @@ GREEDY, SAMPLED = NEW | {"do_sample": False}, NEW | {"do_sample": True, "top_k":
 pytestmark = pytest.mark.filterwarnings("ignore:.*transformers' own sampler", "ignore:in this batch all rows advance")
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize(("name", "rows"), each_value(WRONG, [3, 1]))
 def test_a_wrong_target_has_the_text_of_plain_generate(name: str, rows: int):
     target = WRONG[name]()
     strategy = SpeculativeDecoding(tiny(seed=1), num_draft_tokens=4, verification="coupled")
@@ -50,8 +50,7 @@ def test_it_would_have_another_text_if_it_were_trusted(name: str, monkeypatch: p
     assert texts[::2] != texts[1::2]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("model_type", RIGHT)
+@pytest.mark.parametrize(("model_type", "dtype"), each_value(RIGHT, [torch.float32, torch.float64, torch.bfloat16]))
 def test_a_right_target_is_speculated_in_the_layout_that_it_can_have(model_type: str, dtype: torch.dtype):
     layout, settings = RIGHT[model_type]
     target = unheard_of(tiny(model_type, **settings)).to(dtype)

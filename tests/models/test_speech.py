@@ -7,6 +7,7 @@ from functools import cache, partial
 import pytest
 import torch
 import zoo
+from all_pairs import each_value
 from counting import counting
 from test_encoder_decoder import LAYOUTS, assert_equals_stock
 from tiny import near
@@ -123,8 +124,7 @@ def assert_same(form: Form, names: list[str] | None = None, plain: bool = False,
 FORMS = [*(partial(strategy, layout=layout) for layout in LAYOUTS), function, string]
 
 
-@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("way", FORMS, ids=[*LAYOUTS, "function", "string"])
+@pytest.mark.parametrize(("way", "settings"), each_value(FORMS, [{}, SAMPLED]))
 def test_one_window_and_several(way: Form, settings: dict, folder: str):
     """Several of our loops in one call of the user's, over a batch that gets smaller."""
     form = partial(way, folder=folder)
@@ -190,8 +190,10 @@ def test_times_of_tokens_by_cross_attentions():
     torch.testing.assert_close(output["token_timestamps"], expected["token_timestamps"])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model_type", ["speech_to_text", "seamless_m4t", "moonshine", "speecht5", "canary"])
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    each_value(["speech_to_text", "seamless_m4t", "moonshine", "speecht5", "canary"], LAYOUTS),
+)
 def test_other_types(model_type: str, layout: str):
     model = zoo.build("speech", model_type)
     language = {"tgt_lang": "fra"} if model_type == "seamless_m4t" else {}

@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 import torch
 import zoo
-from all_pairs import all_pairs
+from all_pairs import all_pairs, each_value
 from automaton import Automaton
 from enumerated import NUM_DRAFT_TOKENS, PROMPT, exact_distribution, first_tokens, models, p_values
 from enumerated import VOCAB_SIZE as FEW
@@ -69,7 +69,7 @@ AUTOMATA = {
 
 @pytest.mark.parametrize(
     ("layout", "drafts", "options", "sampled"),
-    all_pairs(["ragged", "padded", "packed", "lockstep"], ["model", "suffix", "both"], AUTOMATA, [False, True]),
+    each_value(["ragged", "padded", "packed", "lockstep"], ["model", "suffix", "both"], AUTOMATA, [False, True]),
 )
 def test_text_is_that_of_plain_generate(target, draft, layout: str, drafts: str, options: str, sampled: bool):
     """Nothing is left after the ends of rows, and no more is proposed than can be taken back."""
@@ -217,9 +217,9 @@ def by_parity(row, text):
     return (3, 4, 5, 6, 8, 9) if int(text[-1]) % 2 else (8, 10, 11, 12, 13)
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("drafts", ["model", "suffix", "both"])
-@pytest.mark.parametrize("mask", ["automaton", "function"])
+@pytest.mark.parametrize(
+    ("sampled", "drafts", "mask"), all_pairs([False, True], ["model", "suffix", "both"], ["automaton", "function"])
+)
 def test_tokens_that_a_later_processor_brings_back(target, draft, sampled: bool, drafts: str, mask: str):
     """The state goes on after a token that the mask excludes, if that is what the text has."""
     strategy = SpeculativeDecoding(kinds(draft, min_match=1)[drafts], num_draft_tokens=3, verification="coupled")

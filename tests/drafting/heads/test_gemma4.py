@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from alignment import GREEDY, SAMPLED, Aligned, NodesAligned
+from all_pairs import each_value
 from automaton import Automaton
 from enumerated import ENOUGH, exact_distribution, first_tokens, p_values
 from gemma4_models import KINDS, ORDERED, VOCAB_SIZE, assistant_logits, assistant_of, gemma4_target, targets_read
@@ -177,8 +178,7 @@ def test_greedy_text_is_that_of_stock_with_the_assistant(kind: str):
     assert strategy.report.accepted > 0
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED, SAMPLED | PENALTIES], ids=["greedy", "sampled", "processors"])
+@pytest.mark.parametrize(("rows", "settings"), each_value([1, 3, 8], [GREEDY, SAMPLED, SAMPLED | PENALTIES]))
 def test_texts_are_those_of_plain_generate(rows: int, settings: dict[str, Any]):
     target, assistant = pair()
     for number in ("auto", 4):
