@@ -51,8 +51,11 @@ def row_tree_of(parents: Parents) -> RowTree:
     node_children = [0] * (len(parents) + 1)
     for candidate, parent in enumerate(parents):
         if not -1 <= parent < candidate:
-            message = f"candidate {candidate} has the parent {parent}; parents stand before their children, and -1 is "
-            raise ValueError(message + "that of those that follow the last emitted token.")
+            message = (
+                f"candidate {candidate} has the parent {parent}; parents stand before their children, and -1 is that "
+                "of those that follow the last emitted token."
+            )
+            raise ValueError(message)
         parent_node = parent + 1
         node_prefixes.append((*node_prefixes[parent_node], candidate))
         ranks.append(node_children[parent_node])

@@ -323,8 +323,11 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
         return
     if call.fallback_reason and call.fallback_reason not in said:
         said.add(call.fallback_reason)
-        message = "transformers' own sampler decodes this call, with the same text and without any speed-up: "
-        warnings.warn(f"{message}{call.fallback_reason}.", UserWarning, stacklevel=3)
+        message = (
+            "transformers' own sampler decodes this call, with the same text and without any speed-up: "
+            f"{call.fallback_reason}."
+        )
+        warnings.warn(message, UserWarning, stacklevel=3)
     slow = call.layout.lockstep and len(call.prompt.input_ids) > 1
     if slow and asked == "auto" and LOCKSTEP_COST not in said:
         said.add(LOCKSTEP_COST)
@@ -360,8 +363,10 @@ def _layout(wanted: str, prompt: PreparedInputs, drafter: Drafter, is_queue: boo
     model, past = prompt.model, prompt.past
     chosen, reason = choose_layout(model, wanted)
     if chosen != "lockstep" and past is not None and not has_columns(past):
-        message = f"layout={wanted!r} needs the keys of all tokens, and {CACHE}= does not have them (a window drops "
-        message += f"some); use layout='auto' or leave {CACHE} out."
+        message = (
+            f"layout={wanted!r} needs the keys of all tokens, and {CACHE}= does not have them (a window drops some); "
+            f"use layout='auto' or leave {CACHE} out."
+        )
         require(wanted == "auto", message)
         chosen, reason = "lockstep", f"chosen: {CACHE}= does not have the keys of all tokens"
     model_type, draft_model = model.config.model_type, drafter.model

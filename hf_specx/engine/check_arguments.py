@@ -77,14 +77,19 @@ def _check_one_draft(draft: Any) -> None:
     description = "draft_model is None" if draft is None else f"draft_model is {kind(draft)}"
     drafts = all(callable(getattr(draft, name, None)) for name in ("bind", "propose"))
     is_model = isinstance(draft, PreTrainedModel) and not drafts
-    message = "give a model, its name, a CandidateGenerator, a Drafter (inherit from hf_specx.Drafter), or a draft "
-    can_draft = is_model or isinstance(draft, CandidateGenerator) or drafts
-    require(can_draft, f"{description}; {message}without a model, as SuffixDraft().")
+    message = (
+        f"{description}; give a model, its name, a CandidateGenerator, a Drafter (inherit from hf_specx.Drafter), or "
+        "a draft without a model, as SuffixDraft()."
+    )
+    require(is_model or isinstance(draft, CandidateGenerator) or drafts, message)
     require(not is_model or draft.can_generate(), f"{description}, {NO_HEAD}")
     of_one_text = isinstance(draft, AssistedCandidateGenerator | SampledCandidateGenerator)
     require(not of_one_text, f"{description}, made for one text; give its model instead.")
-    message = "which reads the target's outputs; give a model, or a CandidateGenerator that goes by the text alone."
-    require(not getattr(draft, "requires_model_outputs", False), f"{description}, {message}")
+    message = (
+        f"{description}, which reads the target's outputs; give a model, or a CandidateGenerator that goes by the "
+        "text alone."
+    )
+    require(not getattr(draft, "requires_model_outputs", False), message)
 
 
 def check_pair_call(kwargs: dict[str, Any]) -> None:
@@ -102,8 +107,9 @@ def check_assistant_model(model: PreTrainedModel) -> None:
     """
     message = (
         f"{type(model).__name__} drops begin_suppress_tokens where it is given assistant_model=; pass the draft as "
+        "draft_model=."
     )
-    require(model.config.model_type != "whisper", f"{message}draft_model=.")
+    require(model.config.model_type != "whisper", message)
 
 
 def check_generate_many(
@@ -113,9 +119,11 @@ def check_generate_many(
     check_entry(model)
     is_single = isinstance(requests, list | tuple) and requests and is_int(requests[0])
     is_iterable = isinstance(requests, Iterable) and not isinstance(requests, str | bytes | Mapping)
-    description = "a single prompt" if is_single else kind(requests)
-    message = "give a list of prompts, each a list of token ids without pads, as tokenizer(texts).input_ids."
-    require(is_iterable and not is_single and not hasattr(requests, "ndim"), f"requests is {description}; {message}")
+    message = (
+        f"requests is {'a single prompt' if is_single else kind(requests)}; give a list of prompts, each a list of "
+        "token ids without pads, as tokenizer(texts).input_ids."
+    )
+    require(is_iterable and not is_single and not hasattr(requests, "ndim"), message)
     require(is_int(batch_size) and batch_size >= 1, f"batch_size={batch_size!r} is no number of rows; give 1 or more.")
     message = f"max_batch_tokens={max_batch_tokens!r} is no number of tokens; give 1 or more, or None."
     require(max_batch_tokens is None or (is_int(max_batch_tokens) and max_batch_tokens >= 1), message)
@@ -125,8 +133,9 @@ def check_generate_many(
     number = setting("num_return_sequences", model, kwargs)
     message = (
         f"num_return_sequences={number!r} of a generation config is for one call of generate; set it to 1 there, and "
+        "give the prompt as several requests."
     )
-    require(number in (None, 1), f"{message}give the prompt as several requests.")
+    require(number in (None, 1), message)
     message = "pass arguments of generate here, and options of the strategy to SpeculativeDecoding(...), or to a pair."
     check_names("generate", kwargs, known_arguments(model) | {"tokenizer"}, message)
     require(streamer is None, "a streamer shows one batch; iterate over the completions instead.")

@@ -23,9 +23,12 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     """
     prompt, started = call.prompt, time.perf_counter()
     ids, config, method = prompt.input_ids, prompt.generation_config, decoding_method_of(prompt)
-    message = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes them: "
     has_one_generator = call.seeds is None or len(ids) == 1 or not config.do_sample
-    require(has_one_generator, f"{message}{call.fallback_reason}; call generate for each row, or leave the seeds out.")
+    message = (
+        f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes them: "
+        f"{call.fallback_reason}; call generate for each row, or leave the seeds out."
+    )
+    require(has_one_generator, message)
     stream = None if call.strategy.streamer is None else Stream(call)
     asks_criteria_each_token = method == "_sample"  # beams and the like do not
     criteria = _CriteriaWithStream(call.stopping, stream if asks_criteria_each_token else None, ids)

@@ -277,10 +277,13 @@ class SpeculativeDecoding(NoModel):
         repository = repository_of(model, *args[1:2], **kwargs)
         if not repository:
             return type(model).generate(model, *args, **{"custom_generate": self} | kwargs)
-        message = f"{repository} of the Hub decodes this call, as its generation config asks, without any speed-up: "
         if repository not in self._warned:
             self._warned.add(repository)
-            warnings.warn(f"{message}leave penalty_alpha, dola_layers and the like out.", UserWarning, stacklevel=2)
+            message = (
+                f"{repository} of the Hub decodes this call, as its generation config asks, without any speed-up: "
+                "leave penalty_alpha, dola_layers and the like out."
+            )
+            warnings.warn(message, UserWarning, stacklevel=2)
         return type(model).generate(model, *args, **kwargs)
 
     def load(self, target: PreTrainedModel) -> None:
