@@ -168,7 +168,7 @@ class Batch:
 
     def _tree_of(self, draft: Draft) -> Tree | None:
         """How the candidates of a draft branch, None if none does; raises ValueError if its parents are no such."""
-        parents = tuple(map(tuple, draft.parents or ()))
+        parents = tuple(draft.parents or ())
         numbers = list(map(len, parents))
         if numbers != draft.lengths:
             message = (

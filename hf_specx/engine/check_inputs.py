@@ -19,7 +19,7 @@ ASSISTANT_FIELDS = {  # fields of a config that say what transformers does with 
 
 
 def check_mode(prompt: PreparedInputs, streamer: Any) -> None:
-    """Raise ValueError for a way of generating that a decoding method cannot reach, and a stream that has no rows."""
+    """Raise ValueError for a way of generating that a decoding method cannot reach, and for an unfit streamer."""
     config, rows, size = prompt.generation_config, len(prompt.input_ids), prompt.generation_config.prefill_chunk_size
     for name, mode in ASSISTANT_FIELDS.items():
         value = getattr(config, name, None)

@@ -190,7 +190,8 @@ def compare_vocabularies(
 
     A tokenizer that was not given is looked for where its model was loaded from, in a folder or in the cache of the
     Hub. Where one is not found, two models count as alike if they are of one type and their texts begin and end with
-    the same ids. A few other ids do no harm, as candidates are judged. One object given twice is said to be of common.
+    the same ids. A few other ids do no harm, as candidates are judged. One tokenizer given for both says nothing of
+    the draft, whose own is then looked for.
     """
     shared = tokenizer is not None and draft_tokenizer is tokenizer
     file, draft_file = _tokenizer_file(target), _tokenizer_file(draft)

@@ -20,7 +20,7 @@ from .requests import CancelCriteria, Completion, Piece, PreparedRequest, Reques
 
 
 KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
-MAX_UNUSED_COLUMNS = 4096  # before all prompts of a batch, left over from a longer prompt
+MAX_UNUSED_COLUMNS = 4096  # columns of pads before all prompts, kept after a longer prompt has ended
 
 
 class RequestQueue:

@@ -21,8 +21,8 @@ from .reasons import why_out_of_step
 def of_first_rank(number: int, device: torch.device) -> int:
     """The number of the first rank; each of them must ask equally often.
 
-    Each rank has its own clock and so finds a number of its own; with another than the others it would wait for ever
-    in the midst of a forward.
+    Each rank has its own clock and so finds a number of its own; with different numbers, ranks would wait for each
+    other for ever, in different forwards.
     """
     shared = torch.tensor(number, device=device)
     distributed.broadcast(shared, 0)

@@ -57,8 +57,8 @@ class Request:
             its template.
         chat_template_kwargs: what the template reads besides messages, as {"enable_thinking": False} or {"tools":
             [...]}.
-        cancelled: asked before it begins and after each round; once it says yes the request ends as it is. The
-            `is_set` of a `threading.Event` is one.
+        cancelled: called before the request begins and after each round; once it returns True the request ends with
+            the tokens that it has. The `is_set` of a `threading.Event` is one.
     """
 
     input_ids: Sequence[int] | torch.Tensor | None = None
@@ -74,7 +74,7 @@ class Request:
     cancelled: Callable[[], bool] | None = None
 
     def is_cancelled(self) -> bool:
-        """Whether nobody wants it any more."""
+        """Whether `cancelled` says so."""
         return self.cancelled is not None and self.cancelled()
 
 
@@ -163,7 +163,7 @@ class PreparedRequest:
         return self.stopping.max_new_tokens
 
     def is_cancelled(self) -> bool:
-        """Whether nobody wants it any more."""
+        """As of the request."""
         return self.request.is_cancelled()
 
     @property

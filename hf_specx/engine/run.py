@@ -94,7 +94,7 @@ class Run:
         if call.measured_candidates is not None and call.measured_candidates < limit[0]:
             limit = call.measured_candidates, "the target was measured with so many"
         if call.queue is not None:
-            return RequestProcessors(self.batch.row_states, self.stopping.eos_token_ids, limit)
+            return RequestProcessors(self.batch, self.stopping.eos_token_ids, limit)
         return Processors(call.processors, self.stopping.eos_token_ids, limit)
 
     def _make_drafter(self) -> Drafter:
@@ -337,7 +337,7 @@ class Run:
         prompt, columns = self.call.prompt, self.stopping.num_output_columns(self.batch)
         sequences = self.batch.output(columns)
         past = self.target.past_key_values(self.batch, columns) if prompt.returns_cache else None
-        if getattr(prompt.past, "_is_user_defined", False):  # it was read alone before
+        if getattr(prompt.past, "_is_user_defined", False):  # so far it was only read
             past = write_user_cache(prompt.past, past)
         if self.outputs is None:
             return sequences

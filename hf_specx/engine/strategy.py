@@ -59,9 +59,10 @@ class SpeculativeDecoding(NoModel):
             "exit:4", "head:NAME"); or a list of these with at most one that runs forwards: each row and round takes
             what promises more.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 20 with the most
-            expected tokens per second, by the acceptance seen so far and by what forwards cost, as told by sizes and
-            later measured. It is 5 for a `CandidateGenerator`, and for a `Drafter` without `cost` or `max_candidates`.
-            An int wins over `num_assistant_tokens` of the call or of the draft; "auto" gives way to it. 0 is plain.
+            expected tokens per second, by the acceptance seen so far and by what forwards cost, estimated by the sizes
+            of models and later measured. It is 5 for a `CandidateGenerator`, and for a `Drafter` without `cost` or
+            `max_candidates`. An int wins over `num_assistant_tokens` of the call or of the draft; "auto" gives way to
+            it. 0 is plain.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
             same `torch.manual_seed`, or for a row with a seed under that. None is "block", but "coupled" if candidates
             are not drawn from a distribution, as those of a `CandidateGenerator` or `SuffixDraft`, or rows with seeds
@@ -196,8 +197,8 @@ class SpeculativeDecoding(NoModel):
 
         Returns:
             An iterator of `Completion`, or of `Piece`. A request that cannot be served, or whose own processors
-            exclude every token, is refused in its own. A call that cannot be done exactly raises a ValueError before
-            any forward, an error of `requests` after what came before it.
+            exclude every token, gets a completion with an error, and the others go on. A call that cannot be done
+            exactly raises a ValueError before any forward, an error of `requests` after what came before it.
 
         Example:
             >>> for done in strategy.generate_many(model, tokenizer(prompts).input_ids, max_new_tokens=128):

@@ -135,8 +135,9 @@ class ModelRunner:
         has_all_prompt_logits: whether `prompt_logits` are of all rows, and not of refills alone.
         prompt_hidden: hidden states [B, L, H] of these prompts, right-aligned; None unless they are wanted.
         num_computed_tokens: [B], how many of each row's tokens after its prompt are in the cache, from the first on.
-            Candidates of the last forward are among them until `limit_computed_tokens` takes off what was rejected.
-            Slots beyond these hold what is never seen, and overwritten.
+            Candidates of the last forward are among them, also rejected ones: of a target until its next forward, of a
+            draft until its drafter calls `limit_computed_tokens`. Slots beyond these hold what is never seen, and
+            overwritten.
         pads: [B] int64, leading slots without a token; `pad_counts` are the same numbers as a list.
         gaps: [B, width] bool, slots after the pads that `attention_mask` hides; None if there are none.
         first_position: [..., B, 1], the position of each row's first token after its prompt; None where the model

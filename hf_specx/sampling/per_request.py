@@ -185,17 +185,17 @@ class GroupPrefixes(Prefixes):
 class RequestProcessors(Processors):
     """The processors of all rows of a queue's batch, each applied to the logits of its own row, stage by stage."""
 
-    def __init__(self, row_states: Sequence[RowState], eos_token_ids: Set[int], limit: tuple[int, str] = NO_LIMIT):
-        """`row_states` are the batch's, each with its `RowProcessors`; `limit` is as in `Processors`."""
-        self.row_states, self.eos_token_ids, self.limit = row_states, eos_token_ids, limit
+    def __init__(self, batch: Batch, eos_token_ids: Set[int], limit: tuple[int, str] = NO_LIMIT):
+        """Each `RowState` of the batch has its `RowProcessors`; `limit` is as in `Processors`."""
+        self.batch, self.eos_token_ids, self.limit = batch, eos_token_ids, limit
         self.applied: list[Any] = []
         self.prefix_errors = ChainMap[tuple[int, tuple[int, ...]], Exception]()
         self.plan: GroupingPlan | None = None
 
     @property
     def of_rows(self) -> list[RowProcessors]:
-        """The processors of each row that is in the batch now."""
-        return [row_state.processors for row_state in self.row_states]
+        """The processors of each row that decodes; those of rows that have left limit nobody."""
+        return [self.batch.row_states[row].processors for row in self.batch.rows]
 
     @property
     def max_rollback(self) -> int:  # type: ignore[override]
