@@ -60,7 +60,7 @@ def test_tokens_behind_the_last_column_are_not_emitted():
 
 def test_ratios_with_costs():
     """c = 0.25; a round of 3 takes T_t(4) + 3 T_d = 1.75 + 0.75, and one of 1 T_t(2) + T_d = 1.25 + 0.25."""
-    total = three_rounds(Costs({2: {"target": {1: 1.0, 9: 3.0}, "draft": 0.25}}))
+    total = three_rounds(Costs({2: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}}))
     assert total.cost_coefficient == pytest.approx(0.25)
     expected = 4 * (1 - 0.55**4) / (1 - 0.55) + 1.55
     assert total.expected_speedup == pytest.approx(expected / (4 * 1.75 + 1.25))
@@ -70,7 +70,7 @@ def test_ratios_with_costs():
 
 def test_plain_steps_count_in_predictions_and_nowhere_else():
     """Where "auto" draws no candidates; the prompt's own forward is no step."""
-    costs = Costs({2: {"target": {1: 1.0, 9: 3.0}, "draft": 0.25}})
+    costs = Costs({2: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}})
     total, plain = three_rounds(costs), three_rounds(costs)
     for _ in range(2):
         plain.observe(made_round([0, 0], [0, 0]))
@@ -104,7 +104,7 @@ def test_conditional_acceptance_goes_by_all_drafted_positions():
     assert SpeculationReport("block", "ragged", "chosen", rows=2).conditional_acceptance == 0
 
 
-OTHER_BATCH = Costs({7: {"target": {1: 1.0, 9: 3.0}, "draft": 0.25}})
+OTHER_BATCH = Costs({7: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}})
 
 
 @pytest.mark.parametrize("costs", [None, Costs(), OTHER_BATCH], ids=["none", "empty", "another batch"])
