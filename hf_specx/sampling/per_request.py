@@ -74,7 +74,7 @@ class RowProcessors(Processors):
 
     def __init__(self, processors: Sequence[Processor], eos_token_ids: Set[int] = frozenset()):
         super().__init__(processors, eos_token_ids)
-        self.settings = [settings_of(processor) for processor in self.applied]
+        self.settings = [comparison_key(processor) for processor in self.applied]
         self.num_before_warpers = len(self.applied)
         while self.num_before_warpers and _is_warper(self.applied[self.num_before_warpers - 1]):
             self.num_before_warpers -= 1
@@ -357,14 +357,14 @@ def _first_columns(processors: list[Any], pads: list[int]) -> tuple[int, ...] | 
     return (0,) * len(pads) if kind is SYNTHID else None  # which reads emitted tokens alone, behind all prompts
 
 
-def settings_of(processor: Any) -> Hashable | None:
+def comparison_key(processor: Any) -> Hashable | None:
     """A key that is equal for processors that give the same, but for lengths; None for types that are not compared.
 
     A setting that cannot be compared is equal to itself alone.
     """
     kind = type(processor)
     if kind is TopTokensWarper:
-        return kind, tuple(map(settings_of, processor.warpers))
+        return kind, tuple(map(comparison_key, processor.warpers))
     if kind not in GROUPABLE and kind not in WARPERS:
         return None
     ignored = LENGTH_SETTINGS.get(kind, ())
