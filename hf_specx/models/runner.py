@@ -358,7 +358,7 @@ class ModelRunner:
         """Copy nothing for later prompts from these rows, which have left: their slots will be others'."""
 
     def gather_rows(self, keep_indices: torch.Tensor) -> None:
-        """Go on with the rows at indices `keep_indices` [R'] of the decoding ones, in this order; some may be twice."""
+        """Go on with the rows at indices `keep_indices` [R'] of the decoding ones, in this order, some also twice."""
         gather_cache_rows(self.cache, keep_indices)
         self._gather_inputs(keep_indices)
 
