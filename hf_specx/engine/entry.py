@@ -21,6 +21,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from hf_specx.common.errors import check_names, is_int, kind, require
+from hf_specx.common.wrappers import reads_text
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.several import has_forwards
 from hf_specx.models.prompts import PreparedInputs
@@ -180,6 +181,9 @@ def check_generate_many(
 ) -> None:
     """Raise ValueError if `generate_many` cannot be called with these arguments."""
     check_entry(model)
+    reads = model.main_input_name
+    message = f"{type(model).__name__} reads {reads}, and requests are texts; call generate with a batch of {reads}."
+    require(reads_text(model), message)
     is_single = isinstance(requests, list | tuple) and requests and is_int(requests[0])
     is_iterable = isinstance(requests, Iterable) and not isinstance(requests, str | bytes | Mapping)
     description = "a single prompt" if is_single else kind(requests)
