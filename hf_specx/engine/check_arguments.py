@@ -11,6 +11,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from hf_specx.common.errors import check_names, is_int, kind, require
+from hf_specx.common.wrappers import reads_text
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.several import has_forwards
 
@@ -117,6 +118,11 @@ def check_generate_many(
 ) -> None:
     """Raise ValueError if `generate_many` cannot be called with these arguments."""
     check_entry(model)
+    require(
+        reads_text(model),
+        f"{type(model).__name__} reads {model.main_input_name}, and requests are texts; "
+        f"call generate with a batch of {model.main_input_name}.",
+    )
     is_single = isinstance(requests, list | tuple) and requests and is_int(requests[0])
     is_iterable = isinstance(requests, Iterable) and not isinstance(requests, str | bytes | Mapping)
     message = (

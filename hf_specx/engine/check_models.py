@@ -21,6 +21,7 @@ from .reasons import why_training
 OTHER_TOKENIZER_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose rows grow each by its own number
 TOKENIZER_FILE = "tokenizer.json"
 GIVE_BOTH = "pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which compares and matches their tokens."
+GIVE_ONE = "choose a draft with the target's tokenizer; if it has that, pass it as tokenizer= and draft_tokenizer=."
 GIVE_ITS_OWN = "pass the draft's own as draft_tokenizer=, or, if it knows the target's, save that in its folder."
 TargetsByDraft = WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]]
 COMPARED_TARGETS: TargetsByDraft = WeakKeyDictionary()  # whose tokens were compared with the draft's
@@ -94,7 +95,12 @@ def check_sizes(
     size, draft_size = vocabulary(target), vocabulary(draft)
     same_size = size == draft_size or target in COMPARED_TARGETS.get(draft, ())
     same_size = same_size or one_tokenizer(target, draft, tokenizer, draft_tokenizer)
-    require(same_size, f"the target scores {size} tokens and the draft {draft_size}; {GIVE_BOTH}")
+    require(same_size, f"the target scores {size} tokens and the draft {draft_size}; {_remedy(draft)}")
+
+
+def _remedy(draft: PreTrainedModel) -> str:
+    """What to do about a draft whose tokens may be others; where it has an encoder, they cannot be matched."""
+    return GIVE_ONE if draft.config.is_encoder_decoder else GIVE_BOTH
 
 
 def one_tokenizer(
@@ -204,7 +210,7 @@ def compare_vocabularies(
         if why:
             message = (
                 "target and draft score equally many tokens, and whether these are the same tokens is not known, "
-                f"since {why}. If not, hardly any candidate is accepted (the text stays right); {GIVE_BOTH}"
+                f"since {why}. If not, hardly any candidate is accepted (the text stays right); {_remedy(draft)}"
             )
             warnings.warn(message, UserWarning, stacklevel=2)
         return
@@ -214,7 +220,7 @@ def compare_vocabularies(
     message = (
         f"target and draft have different tokenizers: {len(differ)} of {len(common)} ids stand for other tokens, for "
         f"instance {number} for {tokens.get(number)!r} and {draft_tokens.get(number)!r}; "
-        f"{GIVE_ITS_OWN if shared else GIVE_BOTH}"
+        f"{GIVE_ITS_OWN if shared else _remedy(draft)}"
     )
     require(2 * len(differ) <= len(common), message)
 

@@ -59,5 +59,7 @@ def check_options(
     require(isinstance(compile, bool), f"compile={compile!r} is not a bool; use True or False.")
     for name, (needed, remedy) in NEEDED.items():
         value = options[name]
+        if hasattr(value, "tokenizer"):  # of sounds or images
+            remedy = "it is a processor; pass its .tokenizer"
         message = f"{name} is {kind(value)} without {' and '.join(needed)}; {remedy}, or leave it out."
         require(value is None or all(hasattr(value, each) for each in needed), message)

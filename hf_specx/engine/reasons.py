@@ -207,7 +207,9 @@ def reasons_in_mode(prompt: PreparedInputs) -> Iterator[str]:
     """Reasons in how a call generates: not by greedy decoding or sampling, or without a usable cache."""
     config, method = prompt.generation_config, decoding_method_of(prompt)
     if method == "_beam_search":
-        yield f"num_beams={config.num_beams} is beam search, which has no candidates; set num_beams=1"
+        reads_tokens = prompt.model.main_input_name == "input_ids"
+        default = "" if reads_tokens else " (of a pipeline for speech 5 is the default)"
+        yield f"num_beams={config.num_beams} is beam search, which has no candidates; set num_beams=1{default}"
     for name, (mode, draft) in ASSISTED_MODES.items() if method == "_assisted_decoding" else ():
         value = getattr(config, name, None)
         if value:
