@@ -85,10 +85,11 @@ def with_head(draft: WeightlessDraft, path: Path | None, target: PreTrainedModel
     width = target.config.get_text_config(decoder=True).hidden_size
     shapes = {name: (list(tensor.shape), tensor.is_floating_point()) for name, tensor in weights.items()}
     allowed = {"weight": ([width, width], True), "bias": ([width], True)}
-    message = (
-        f"{path} has {shapes}, and the head of this target is a weight [{width}, {width}], with or without a bias"
+    require(
+        "weight" in shapes and shapes.items() <= allowed.items(),
+        f"{path} has {shapes}, and the head of this target is a weight [{width}, {width}], with or without a bias; "
+        f"{GET_AGAIN}.",
     )
-    require("weight" in shapes and shapes.items() <= allowed.items(), f"{message}; {GET_AGAIN}.")
     head = torch.nn.Linear(width, width, bias="bias" in weights, device=last_device(target), dtype=target.dtype).eval()
     head.load_state_dict(weights)
     return EarlyExitDraft(draft.exit_layer, head.requires_grad_(False))

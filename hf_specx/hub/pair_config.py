@@ -313,15 +313,19 @@ def _check_drafts(config: PairConfig, where: str) -> None:
         target_source = (target.name, target.revision, target.subfolder)
         draft_source = (draft.name, draft.revision, draft.subfolder)
         repository = target.name or "the folder of the pair"
-        message = f"{where}: target and draft are both in {repository} under {target.subfolder!r}; a draft needs a "
-        require(target_source != draft_source, f"{message}folder of its own.")
+        require(
+            target_source != draft_source,
+            f"{where}: target and draft are both in {repository} under {target.subfolder!r}; a draft needs a folder "
+            "of its own.",
+        )
         return
     has_both = suffix is not None and config.early_exit is not None
     require(not has_both, f"{where} has both a suffix and an early_exit; take one of them out.")
     message = f"{where} has a draft without weights, and says where a draft model is; take one of them out."
     require(not any(vars(draft).values()), message)
     if suffix is not None:
-        message = (
-            f"{where}: max_match of suffix is {suffix.max_match}, less than min_match={suffix.min_match}; {SAVE_ANEW}."
+        require(
+            suffix.max_match >= suffix.min_match,
+            f"{where}: max_match of suffix is {suffix.max_match}, less than min_match={suffix.min_match}; "
+            f"{SAVE_ANEW}.",
         )
-        require(suffix.max_match >= suffix.min_match, message)

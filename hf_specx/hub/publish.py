@@ -94,8 +94,11 @@ def loaded_pair(pair: Any, target: str = INSIDE, draft: str = INSIDE) -> WritePa
     sources = {"target": _source(pair, "target", target), "draft": _source(pair, "draft", draft)}
     _check_draft(pair.draft, draft)
     for model in pair.models:
-        message = f"{label_of(model)} has adapters of PEFT, which a pair does not save; make the pair of what its "
-        require(not has_adapters(model), f"{message}merge_and_unload() gives.")
+        require(
+            not has_adapters(model),
+            f"{label_of(model)} has adapters of PEFT, which a pair does not save; make the pair of what its "
+            "merge_and_unload() gives.",
+        )
     return partial(_write, pair, sources)
 
 
@@ -323,8 +326,10 @@ def _upload(api: HfApi, folder: Path, branch: Branch, commit_message: str) -> st
     files, listed_branch = list_files(api, branch)
     stale = sorted(filter(_is_saved, files))
     replaced = stale + [file for file in files if file.startswith(f"{CODE_FOLDER}/")]
-    message = f"{repo_id} is no pair, and has {replaced[:3]}, which a pair would replace; name another repository."
-    require(PAIR_CONFIG_NAME in files or not replaced, message)
+    require(
+        PAIR_CONFIG_NAME in files or not replaced,
+        f"{repo_id} is no pair, and has {replaced[:3]}, which a pair would replace; name another repository.",
+    )
     keep_card_of_others(api, folder, files, listed_branch, PAIR_CARD_MARKER)
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)

@@ -67,9 +67,11 @@ def write_code_repository(folder: str | Path, name: str | None = None) -> None:
         ValueError: the folder has something in it.
     """
     folder = Path(folder)
-    message = f"{folder} is there already; name another folder, or renew the code in it by specx publish --code-only "
-    message += f"{shlex.quote(str(folder))}."
-    require(not folder.exists() or (folder.is_dir() and not any(folder.iterdir())), message)
+    require(
+        not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
+        f"{folder} is there already; name another folder, or renew the code in it by specx publish --code-only "
+        f"{shlex.quote(str(folder))}.",
+    )
     folder.mkdir(parents=True, exist_ok=True)
     write_code(folder)
     (folder / CARD).write_text(_code_card(name or folder.absolute().name), encoding="utf-8")
@@ -102,11 +104,15 @@ def publish_code(
         make_repository(api, repo_id, private)
         branch: Branch = {"repo_id": repo_id, "revision": revision}
         files, listed_branch = list_files(api, branch)
-        message = f"{repo_id} is a pair; renew its code by specx publish --code-only {repo_id}, or name another one."
-        require(PAIR_CONFIG_NAME not in files, message)
+        require(
+            PAIR_CONFIG_NAME not in files,
+            f"{repo_id} is a pair; renew its code by specx publish --code-only {repo_id}, or name another one.",
+        )
         code_files = [file for file in files if file.startswith(f"{CODE_FOLDER}/")]
-        message = f"{repo_id} has other code, {code_files[:3]}, which this would replace; name another repository."
-        require(PAIR_SOURCE_FILE in files or not code_files, message)
+        require(
+            PAIR_SOURCE_FILE in files or not code_files,
+            f"{repo_id} has other code, {code_files[:3]}, which this would replace; name another repository.",
+        )
         keep_card_of_others(api, folder, files, listed_branch, CODE_CARD_MARKER)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -234,11 +240,11 @@ def make_repository(api: HfApi, repo_id: str, private: bool | None) -> None:
     """Make a repository if it is not there; a ValueError for one that is there and is not as private as was said."""
     api.create_repo(repo_id, private=private, exist_ok=True)
     is_private = bool(api.repo_info(repo_id).private)
-    message = (
-        f"{repo_id} is there already and is {'private' if is_private else 'public'}, which private={private} "
-        "does not change; leave it out, change that in its settings on the Hub, or name another repository."
+    require(
+        private in (None, is_private),
+        f"{repo_id} is there already and is {'private' if is_private else 'public'}, which private={private} does "
+        "not change; leave it out, change that in its settings on the Hub, or name another repository.",
     )
-    require(private in (None, is_private), message)
 
 
 @contextmanager
