@@ -56,7 +56,7 @@ def check_out(path: Path | None, marker: str = "") -> None:
             beginning = file.read(MARKER_BYTES)
         require(
             not beginning or marker.encode() in beginning,
-            f"{path} is there already, and is nothing that would be written there; name another file.",
+            f"{path} is there already, is another kind of file, and is not overwritten; name another file.",
         )
     check_writable(folder, path)
 

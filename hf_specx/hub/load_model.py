@@ -45,8 +45,10 @@ class FoundModel(NamedTuple):
             return self.model if target is None else with_head(self.model, self.head, target)
         model = load_model(self.files, self.trusted, target, **kwargs)
         for name, (now, then) in differing(self.source, model, IDENTIFYING).items():
-            message = f"{self.files.shown} has {name}={now!r}, and the pair was made with {then!r}; {GET_AGAIN}."
-            require(now is None, message)  # whose config does not say
+            require(
+                now is None,  # its config does not say
+                f"{self.files.shown} has {name}={now!r}, and the pair was made with {then!r}; {GET_AGAIN}.",
+            )
         return model
 
 
@@ -64,8 +66,12 @@ def find_model(pair: Files, config: PairConfig, role: str, hub_kwargs: dict[str,
         folder = files.folder
         comparable = (source.fingerprint or "").startswith(FORM) and (folder / shards(folder)[0]).exists()  # no pickle
         if comparable and fingerprint(folder) != source.fingerprint:
-            message = f"the model in {folder} is not the one that the pair was measured with; measure it anew with "
-            warnings.warn(f"{message}specx tune.", UserWarning, stacklevel=2)
+            warnings.warn(
+                f"the model in {folder} is not the one that the pair was measured with; measure it anew with specx "
+                "tune.",
+                UserWarning,
+                stacklevel=2,
+            )
             config.forget()
         return FoundModel(files, source, trust[0] and source.is_pinned)
     if config.early_exit is None or not config.early_exit.head:

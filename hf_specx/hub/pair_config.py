@@ -39,7 +39,7 @@ NO_TREE = f"neither 'auto' nor false nor an int from 1 to {MAX_NODES}; give one 
 NO_NUMBER = f"neither 'auto' nor an int from 0 to {MAX_RECOMMENDED}; give one of these"
 
 check_number_text = validator(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE_ANEW}")
-check_measured = validator(lambda x: 0 < x <= sys.float_info.max, f"which nothing measures; {MEASURE_ANEW}")
+check_measured = validator(lambda x: 0 < x <= sys.float_info.max, f"no positive finite number; {MEASURE_ANEW}")
 check_probability = validator(lambda p: 0 <= p <= 1, f"no probability; {MEASURE_ANEW}")
 check_candidates = validator(ROUNDS.__contains__, f"no number of candidates; {MEASURE_ANEW}")
 check_times = validator(
@@ -321,8 +321,10 @@ def _check_drafts(config: PairConfig, where: str) -> None:
         return
     has_both = suffix is not None and config.early_exit is not None
     require(not has_both, f"{where} has both a suffix and an early_exit; take one of them out.")
-    message = f"{where} has a draft without weights, and says where a draft model is; take one of them out."
-    require(not any(vars(draft).values()), message)
+    require(
+        not any(vars(draft).values()),
+        f"{where} has a draft without weights, and says where a draft model is; take one of them out.",
+    )
     if suffix is not None:
         require(
             suffix.max_match >= suffix.min_match,

@@ -141,14 +141,18 @@ def _check_draft(draft: Any, where: str) -> None:
     require(is_kind, f"a pair is saved with {kinds}, and its draft is a {kind}; give one of these.")
     if isinstance(draft, WeightlessDraft):
         require(where != REFERENCE, f"draft={where!r} is for models, and {kind} has no files; leave it out.")
-    message = "a pool of texts is not saved with a pair; use SuffixDraft without it, and pool.save for the texts."
-    require(not isinstance(draft, SuffixDraft) or draft.pool is None, message)
+    require(
+        not isinstance(draft, SuffixDraft) or draft.pool is None,
+        "a pool of texts is not saved with a pair; use SuffixDraft without it, and pool.save for the texts.",
+    )
     head = _head_of(draft)
     if head is not None:
-        is_linear = type(head) is torch.nn.Linear and head.in_features == head.out_features
-        message = "a pair is saved with a square torch.nn.Linear as the head of its EarlyExitDraft, and this one is "
-        message += f"{head}; use such a head, or keep this one apart."
-        require(is_linear, message)  # tensors alone run no code when loaded
+        is_linear = type(head) is torch.nn.Linear and head.in_features == head.out_features  # loading it runs no code
+        require(
+            is_linear,
+            "a pair is saved with a square torch.nn.Linear as the head of its EarlyExitDraft, and this one is "
+            f"{head}; use such a head, or keep this one apart.",
+        )
 
 
 def _head_of(draft: Any) -> Any:
@@ -199,8 +203,12 @@ def _write(pair: Any, sources: dict[str, ModelSource | None], folder: Path) -> P
             pair.draft_tokenizer.save_pretrained(folder / DRAFT_FOLDER)
     config.target = sources["target"] or _write_model(pair.target, folder)
     if config.processor and pair.processor is None:
-        message = "the pair was saved with a processor, and is saved without it; set pair.processor to what "
-        warnings.warn(f"{message}AutoProcessor loads from it.", UserWarning, stacklevel=4)
+        warnings.warn(
+            "the pair was saved with a processor, and is saved without it; set pair.processor to what AutoProcessor "
+            "loads from it.",
+            UserWarning,
+            stacklevel=4,
+        )
     config.processor = pair.processor is not None
     if pair.processor is not None:
         pair.processor.save_pretrained(folder)

@@ -139,18 +139,20 @@ def renew_code(name: str, token: str | bool | None = None) -> tuple[str | None, 
     """
     repo_id, revision = split_revision(name)
     check_model_name(repo_id, revision)
-    message = f"{name} has no code of hf_specx (no {PAIR_SOURCE_FILE}) that could be renewed; publish a pair by specx "
-    message += "publish PAIR owner/name, or code without models by specx publish --code owner/name."
+    no_code = (
+        f"{name} has no code of hf_specx (no {PAIR_SOURCE_FILE}) that could be renewed; publish a pair by specx "
+        "publish PAIR owner/name, or code without models by specx publish --code owner/name."
+    )
     folder = Path(repo_id)
     if folder.is_dir():
-        require((folder / PAIR_SOURCE_FILE).is_file(), message)
+        require((folder / PAIR_SOURCE_FILE).is_file(), no_code)
         return _renew_in_folder(folder), ""
     check_repository(repo_id)
     api = HfApi(token=token)
     branch: Branch = {"repo_id": repo_id, "revision": revision}
     with reaching_hub(repo_id, "renewed"):
         files = api.list_repo_files(**branch)
-        require(PAIR_SOURCE_FILE in files, message)
+        require(PAIR_SOURCE_FILE in files, no_code)
         return _renew_on_hub(api, branch, files, name)
 
 
@@ -229,10 +231,12 @@ def keep_card_of_others(api: HfApi, folder: Path, files: list[str], branch: Bran
         return
     card = Path(api.hf_hub_download(filename=CARD, **branch)).read_text(errors="replace")
     if marker not in card:
-        message = (
+        warnings.warn(
             f"the {CARD} of {branch['repo_id']} was not written by specx publish, so it stays as it is; delete it "
+            "there and publish again to have the model card.",
+            UserWarning,
+            stacklevel=5,
         )
-        warnings.warn(f"{message}there and publish again to have the model card.", UserWarning, stacklevel=5)
         (folder / CARD).unlink()
 
 

@@ -21,7 +21,7 @@ from hf_specx.common.errors import brief, is_int, require
 
 SAVE_ANEW = "save the pair anew"
 MAX_CONFIG_BYTES = 2**22
-MAX_INTEGER = 2**63  # what is beyond is no number of anything
+MAX_INTEGER = 2**63  # larger ones are refused
 Validator = Callable[..., None]  # of a value, and perhaps of where it is in its field, such as "['2']"
 
 

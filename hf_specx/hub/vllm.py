@@ -45,8 +45,10 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None) -> Expor
     or `FIXED_DRAFT_TOKENS` if nothing was measured. The pair is in a local folder of this name, else in a repository
     at this revision; "embedded" is the one in the package. Models by reference have their revision in the config.
     """
-    message = f"the pair {name!r} has no draft model; vLLM has a method of its own for drafts from the text, ngram."
-    require(config.weightless_draft() is None, message)
+    require(
+        config.weightless_draft() is None,
+        f"the pair {name!r} has no draft model; vLLM has a method of its own for drafts from the text, ngram.",
+    )
     target = _served(config.target, "target", name, revision)
     draft = _served(config.draft, "draft", name, revision)
     kind = config.draft.model_type if config.draft.model_type in HEADS else None

@@ -243,10 +243,11 @@ class Results:
         with suppress(ValueError):
             earlier = json.loads(self.arguments_file.read())
         now = json.loads(json.dumps(arguments))
-        message = (
+        require(
+            isinstance(earlier, dict),
             f"{self.path} is there already, and {self.arguments_file.name} does not say what made it; name another "
+            "file.",
         )
-        require(isinstance(earlier, dict), f"{message}file.")
         for key in sorted(now.keys() | earlier.keys(), key=lambda key: (key == "do_sample", key)):
             # do_sample last, which a command adds to a temperature
             require(
@@ -339,9 +340,11 @@ class Results:
                 free_tries += 1
             except ValueError:  # the first process has it
                 free_tries = 0
-            message = f"the first process ended before {self.path} was complete; make the same call again."
             # more than once: a lock that is just made or given back may look free
-            require(free_tries < FREE_TRIES or not part.exists(), message)
+            require(
+                free_tries < FREE_TRIES or not part.exists(),
+                f"the first process ended before {self.path} was complete; make the same call again.",
+            )
 
     def _merge(self, part: Path) -> None:
         """Append the lines of another process, except those of prompts that have a result already."""
