@@ -54,6 +54,10 @@ class SeveralDrafts(Drafter):
             self.has_other_tokenizer = self.model_part.has_other_tokenizer
             self.tokenizer_match = self.model_part.tokenizer_match
 
+    @property
+    def finds_own_number(self) -> bool:
+        return any(part.finds_own_number for part in self.timed)
+
     def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         for part in self.parts:
             part.check(vocab_size, tokenizer)

@@ -47,8 +47,8 @@ def check_options(
     """
     message = (
         "SpeculativeDecoding takes one draft (or a list of them), and its options by name. If custom_generate= was "
+        "given this class, give it an object: custom_generate=SpeculativeDecoding(draft_model)."
     )
-    message += "given this class, give it an object: custom_generate=SpeculativeDecoding(draft_model)."
     require(not misplaced, message)
     check_names("SpeculativeDecoding", unknown, ["draft_model", *options], f"known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"])

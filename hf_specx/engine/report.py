@@ -49,14 +49,15 @@ class SpeculationReport:
         misread_reason: why the files of a head look as if they were misread, and what to do.
         tree_reason: why candidates did not branch though that was asked for.
         plain_steps: target forwards without candidates, the prompts' own among them.
-        nodes: all candidates, where they branch; `drafted` and what is by position are those of first choice.
+        nodes: all candidates, where they branch; `drafted`, `judged` and counts by position are of first choices.
         accepted_per_rank: accepted candidates by their rank among those that followed the same token.
         forced: candidates that were the only token allowed.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
         num_new_tokens: tokens by which rows went on in rounds with candidates, before a cut at a stop.
-        drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
-        round_sizes: how many rounds rows took part in, but for a first one without candidates, by their `RoundSize`;
-            `new_tokens_in_rounds`: by how much rows went on in these.
+        drafted_per_position, judged_per_position, accepted_per_position: candidates of first choice by the position
+            in the round, before a cut: those that followed first choices alone, of branches none.
+        round_sizes: by `RoundSize`, how many rounds of rows there were, without a first one that had no candidates;
+            `new_tokens_in_rounds`: by how many tokens rows went on in these.
         num_draft_tokens: the most candidates of a round, one after another; `mean_draft_tokens` is their mean.
         acceptance_sums: two sums over rows, rounds and i: of the probability that the first i candidates are all
             accepted, and that the first i - 1 are; see `conditional_acceptance`. Of several drafts, the model's alone.
@@ -111,7 +112,8 @@ class SpeculationReport:
         """Count a round."""
         self._add_rows(len(round_.batch.row_states) - self.rows)
         longest, max_candidates = max(round_.draft.lengths), max(round_.num_candidates)
-        num_steps, judged = round_.draft.steps, round_.judged
+        num_steps = round_.draft.steps
+        in_chain, judged = round_.accepted_in_chain, round_.judged
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
@@ -123,7 +125,7 @@ class SpeculationReport:
             self._keep(row, record)
             self.emitted_per_row[row] += record.emitted
             if record.drafted:
-                self._count_candidates(round_, index, record, judged[index])
+                self._count_candidates(round_, index, record, in_chain[index], judged[index])
 
     def _count_acceptance(self, round_: Round) -> None:
         """Add to `acceptance_sums`."""
@@ -140,8 +142,11 @@ class SpeculationReport:
         if self.max_history is not None and len(history) > 2 * self.max_history:
             del history[: self.max_history]
 
-    def _count_candidates(self, round_: Round, index: int, record: RoundRecord, judged: int) -> None:
-        """Count the candidates of a row, by its row index, of which so many were `judged`."""
+    def _count_candidates(self, round_: Round, index: int, record: RoundRecord, in_chain: int, judged: int) -> None:
+        """Count the candidates of a row, by its row index.
+
+        Of its first choices so many were `judged`, and `in_chain` accepted.
+        """
         row, drafted, accepted = round_.rows[index], record.drafted, record.accepted
         self.forced += len(record.forced)
         self.nodes += record.nodes
@@ -154,8 +159,8 @@ class SpeculationReport:
         self.drafted_per_row[row] += drafted
         self.accepted_per_row[row] += accepted
         positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
-        for counts, number in zip(positions, (drafted, judged, accepted), strict=True):
-            counts += [0] * (max(drafted, accepted) - len(counts))
+        for counts, number in zip(positions, (drafted, judged, in_chain), strict=True):
+            counts += [0] * (drafted - len(counts))
             for position in range(number):
                 counts[position] += 1
         of_source = self.sources.setdefault(round_.draft.sources[index], {"rounds": 0, "drafted": 0, "accepted": 0})
@@ -211,12 +216,12 @@ class SpeculationReport:
 
     @property
     def drafted(self) -> int:
-        """Candidates of all rows."""
+        """Candidates of all rows; of trees, those of first choice."""
         return sum(self.drafted_per_row)
 
     @property
     def judged(self) -> int:
-        """Candidates whose predecessors were all kept."""
+        """Candidates of first choice whose predecessors were all kept."""
         return sum(self.judged_per_position)
 
     @property

@@ -12,8 +12,9 @@ from tqdm import tqdm
 from hf_specx.common.chats import chat_text, check_template_options, token_ids
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Round
+from hf_specx.engine.check_arguments import check_generate_many
 from hf_specx.engine.check_inputs import MAX_SEED
-from hf_specx.engine.entry import check_generate_many, setting
+from hf_specx.engine.entry import setting
 from hf_specx.engine.queue import RequestQueue
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.requests import Request

@@ -22,16 +22,8 @@ from hf_specx.drafting.forward_times import ForwardTimes
 from hf_specx.drafting.heads.mtp import MtpDraft
 from hf_specx.drafting.schedule import explicit_draft_settings
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.engine.entry import (
-    bind_stop_strings,
-    check_assistant_model,
-    check_entry,
-    check_values,
-    known_arguments,
-    prepared_inputs,
-    setting,
-    unset,
-)
+from hf_specx.engine.check_arguments import check_assistant_model, check_entry, check_values, known_arguments
+from hf_specx.engine.entry import bind_stop_strings, prepared_inputs, setting, unset
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import find_draft
 

@@ -13,7 +13,7 @@ from hf_specx.common.errors import kind, require
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.heads.draft_names import with_loaded_drafts, with_weightless_drafts
-from hf_specx.engine.entry import check_entry, check_pair_call
+from hf_specx.engine.check_arguments import check_entry, check_pair_call
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import recommended
