@@ -90,7 +90,7 @@ class DraftTrial:
         return "not clear" if self.config.pays else "slower"
 
     def differs_from(self, other: "DraftTrial") -> bool:
-        """Whether it was shown to be faster or slower than another draft: no interval of both at some batch size."""
+        """Whether its interval and that of another draft are apart at some batch size, so that one is the faster."""
         pairs = zip(self.measurements, other.measurements, strict=False)
         return any(_is_below(mine, theirs) or _is_below(theirs, mine) for mine, theirs in pairs)
 

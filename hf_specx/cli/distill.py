@@ -63,10 +63,11 @@ def distill(
     )
     options = {"phases": phases, "texts_per_phase": texts_per_phase, "batch_size": batch_size}
     options |= settings_typed(others or []) | sampling.options | ({} if seed is None else {"seed": seed})
-    message = (
-        f"--quantize {loading.quantize} is for pairs that are used; a draft is trained on the whole target. Leave "
+    require(
+        loading.quantize is None,
+        f"--quantize {loading.quantize} is for pairs that are used; a draft is trained on the whole target. Leave it "
+        "out.",
     )
-    require(loading.quantize is None, f"{message}it out.")
     of_recipe = {name: value for name, value in options.items() if name != "held_out"}
     TrainingRecipe.of(of_recipe)
     check_folder(out, overwrite, "--overwrite")

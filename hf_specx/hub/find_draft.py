@@ -110,6 +110,9 @@ def warn_of_another_target(config: PairConfig, target: PreTrainedModel) -> None:
     if config.target.revision is not None and commit is not None and commit != config.target.revision:
         changed.append("revision")
     if changed:
-        message = f"the target {target.name_or_path!r} differs in {', '.join(changed)} from the one that the pair was "
-        message += "measured with, so that its draft and its recommendations may suit it less; see specx tune."
-        warnings.warn(message, UserWarning, stacklevel=2)
+        warnings.warn(
+            f"the target {target.name_or_path!r} differs in {', '.join(changed)} from the one that the pair was "
+            "measured with, so that its draft and its recommendations may suit it less; see specx tune.",
+            UserWarning,
+            stacklevel=2,
+        )

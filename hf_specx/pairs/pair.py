@@ -77,10 +77,14 @@ class DraftTargetPair(NoModel):
     ):
         self._target: PreTrainedModel = unwrapped(target)
         check_entry(self._target)
-        message = f"config is {kind(config)}; pass a PairConfig, and a tokenizer of the draft as draft_tokenizer=."
-        require(config is None or isinstance(config, PairConfig), message)
-        message = f"tokenizer is {kind(tokenizer)}; pass its .tokenizer, and itself as processor=."
-        require(not isinstance(tokenizer, ProcessorMixin), message)
+        require(
+            config is None or isinstance(config, PairConfig),
+            f"config is {kind(config)}; pass a PairConfig, and a tokenizer of the draft as draft_tokenizer=.",
+        )
+        require(
+            not isinstance(tokenizer, ProcessorMixin),
+            f"tokenizer is {kind(tokenizer)}; pass its .tokenizer, and itself as processor=.",
+        )
         self._draft: PairDraft = unwrapped_draft(with_loaded_drafts(with_weightless_drafts(draft), self._target))
         self.tokenizer, self.processor = tokenizer, processor
         self.draft_tokenizer = tokenizer if draft_tokenizer is None else draft_tokenizer
