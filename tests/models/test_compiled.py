@@ -160,7 +160,7 @@ def test_rounds_with_idle_rows_are_not_timed(traced: None, monkeypatch: pytest.M
 
 def test_buffers_grow_behind_their_room(traced: None, taken: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "ROOM", 4)
-    same(*pair(), rows=2, max_new_tokens=60, do_sample=False)
+    same(*pair(num_hidden_layers=1), rows=2, max_new_tokens=60, do_sample=False)
     assert {(2, 64), (2, 128)} <= set(taken)
 
 
@@ -215,7 +215,7 @@ RAGGED = [each for each in zoo.model_types() if each[0] == "causal" and "ragged"
 @pytest.mark.parametrize("form", ["function", "attached", "attached early exit"])
 def test_the_next_call_finds_what_was_compiled(form: str):
     """Neither what a call remembers of its draft nor the context around it is part of a model."""
-    target = tiny(num_hidden_layers=3)
+    target = tiny(num_hidden_layers=2)
     draft = EarlyExitDraft(1) if form == "attached early exit" else near(target, 0.05)
     strategy, counts = SpeculativeDecoding(draft, num_draft_tokens=2, compile=True), []
     call = {**prompts(2), "max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
@@ -233,7 +233,7 @@ def test_the_next_call_finds_what_was_compiled(form: str):
 @pytest.mark.usefixtures("traced")
 def test_a_default_device_is_none_of_a_forward():
     """It is a mode in which torch would trace no forward; the compiled ones are those of calls without it."""
-    target, draft = pair()
+    target, draft = pair(num_hidden_layers=1)
     inputs, counts = prompts(2), []
     strategy = SpeculativeDecoding(draft, num_draft_tokens=2, compile=True)
     expected = target.generate(**inputs, max_new_tokens=8, do_sample=False)
@@ -265,7 +265,7 @@ def test_each_type_is_compiled(traced: None, kind: str, model_type: str):
 
 def test_layers_that_are_alike_are_compiled_once(captured: list):
     """Each forward has three parts: a layer, what is before the first, and what is behind the last."""
-    report = same(*pair(num_hidden_layers=4, num_key_value_heads=2), **SHORT)
+    report = same(*pair(num_hidden_layers=2, num_key_value_heads=2), **SHORT)
     assert captured == 3 * report.compilations * [False]
     assert captured
 
@@ -402,7 +402,7 @@ def test_a_table_of_positions_that_ends(traced: None, positions: int):
 
 
 def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced: None):
-    target, draft = pair()
+    target, draft = pair(num_hidden_layers=1)
     with monkeypatch.context() as patch:
         patch.setattr(compiled_forwards, "lookup_backend", lambda name: lambda graph, inputs, config_patches: 1 / 0)
         with pytest.raises(BackendCompilerFailed, match="ZeroDivisionError"):
@@ -421,7 +421,7 @@ def test_inference_mode_in_one_call_and_not_in_the_next(traced: None, first: boo
 
 def test_one_row_is_compiled_once_for_all_widths(traced: None):
     """A column of its text has the stride of the whole text, by which torch tells tensors."""
-    target, draft = pair()
+    target, draft = pair(num_hidden_layers=1)
     for width in range(3, 9):
         ids = torch.arange(1, 1 + width)[None]
         call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6}
@@ -430,7 +430,7 @@ def test_one_row_is_compiled_once_for_all_widths(traced: None):
 
 def test_forwards_that_switch_autocast_are_compiled_whole(traced: None):
     """Nemotron's norms leave it; buffers of an earlier call without it have values of another precision."""
-    target, texts = tiny("nemotron"), []
+    target, texts = tiny("nemotron", num_hidden_layers=1), []
     for compile, autocast in ((True, False), (False, True), (True, True)):
         strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, compile=compile)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
