@@ -259,8 +259,8 @@ class Batch:
             tokens=emitted_ids,
             accepted=host.accepted,
             num_new_tokens=num_new_tokens,
-            acceptance=[of_row[:length] for of_row, length in zip(host.acceptance, chain.lengths, strict=True)],
-            overlap=[of_row[:length] for of_row, length in zip(host.overlap, chain.lengths, strict=True)],
+            prefix_acceptance=_of_candidates(host.prefix_acceptance, chain),
+            overlap=_of_candidates(host.overlap, chain),
             undefined=[flags.index(True) if True in flags else len(flags) for flags in host.undefined],
             ended=ended,
             forward=forward,
@@ -388,19 +388,24 @@ def _with_next_token(draft: Draft, verdict: Verdict) -> torch.Tensor:
     return torch.nn.functional.pad(candidates, (0, 1)).scatter(1, verdict.accepted[:, None], next_token)
 
 
+def _of_candidates(values: list[list[float]], chain: Draft) -> list[list[float]]:
+    """The values of each row at its own candidates, without those of fillers."""
+    return [of_row[:length] for of_row, length in zip(values, chain.lengths, strict=True)]
+
+
 class HostVerdict(NamedTuple):
     """What a round reads back from the device, with an entry for each of the R rows.
 
     Attributes:
         tokens: ids [K + 1], of which the accepted ones and the next are new.
-        accepted, acceptance, overlap, undefined: as in `Verdict`.
+        accepted, prefix_acceptance, overlap, undefined: as in `Verdict`.
         stop_flags: as `Stopping.stop_flags` gives them.
         accepted_candidates: the numbers of these in the draft.
     """
 
     tokens: list[list[int]]
     accepted: list[int]
-    acceptance: list[list[float]]
+    prefix_acceptance: list[list[float]]
     overlap: list[list[float]]
     undefined: list[list[bool]]
     stop_flags: list[list[bool]]
@@ -415,9 +420,14 @@ def _read_back(tokens: torch.Tensor, verdict: Verdict, stop_flags: torch.Tensor)
         stop_flags: [R, n] bool.
     """
     path_nodes = tokens[:, :0] if verdict.path_nodes is None else verdict.path_nodes
-    figures = verdict.acceptance, verdict.overlap, verdict.undefined
     ids, numbers_accepted, acceptance, overlap, undefined, flags, paths = _as_lists(
-        tokens, verdict.accepted[:, None], *figures, stop_flags, path_nodes
+        tokens,
+        verdict.accepted[:, None],
+        verdict.prefix_acceptance,
+        verdict.overlap,
+        verdict.undefined,
+        stop_flags,
+        path_nodes,
     )
     accepted = [number for (number,) in numbers_accepted]
     accepted_candidates = [list(range(number)) for number in accepted]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .forward_times import ForwardTimes, on_grid, time_forwards
+from .forward_times import QUERY_LENGTHS, ForwardTimes, on_grid, time_forwards
 from .trees import RankEstimate
 
 
@@ -20,7 +20,7 @@ PRIOR_WEIGHT = 4.0  # candidates that an assumption counts for: `PRIOR_ALPHA`, a
 ALPHA_MEMORY = 100  # candidates that the acceptance of all earlier calls counts for when a call is added
 MIN_SAMPLES = 4  # rounds of a size before their time is used
 UNSEEN_TREES = 0.97  # power to which the overhead of trees that a call has not seen is raised
-ROUNDS_PER_TIMING = 400  # rounds with candidates that pay for timing forwards, which takes as long as some 20 of them
+ROUNDS_PER_TIMING = 400  # rounds with candidates that pay for timing forwards, which takes as long as some 20 to 30
 
 
 def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
@@ -69,9 +69,9 @@ class Costs:
         alpha = ", ".join(f"{verification}: {value:.3f}" for verification, value in self.alpha.items())
         return f"Costs(batch sizes {sorted(self.table.keys() - self.assumed)}, acceptance {{{alpha}}})"
 
-    def knows(self, batch: int) -> bool:
-        """Whether times were measured for a batch size."""
-        return batch in self.table and batch not in self.assumed
+    def knows(self, batch: int, longest: int = QUERY_LENGTHS[-1]) -> bool:
+        """Whether times were measured for a batch size, of forwards of up to `longest` tokens of a row."""
+        return batch not in self.assumed and _reaches(self.table.get(batch), longest)
 
     def target(self, batch: int, query_length: float) -> float:
         """T_t(B, q) in seconds, on a line between measured query lengths.
@@ -125,35 +125,44 @@ class Costs:
         target: Callable[[int], object],
         draft: Callable[[int], object],
         assumed: ForwardTimes | None = None,
+        query_lengths: Sequence[int] = QUERY_LENGTHS,
     ) -> None:
         """Have the times of forwards of batch size B before a call goes by them.
 
         Args:
             batch: B.
-            target, draft: as for `measure`.
+            target, draft, query_lengths: as for `measure`.
             assumed: the times until earlier calls pay for timing; None times them at once.
         """
-        if self.knows(batch):
+        longest = query_lengths[-1]
+        if self.knows(batch, longest):
             return
-        if batch in self.measured:
+        if _reaches(self.measured.get(batch), longest):
             self._set_row(batch, self.measured[batch])
         elif assumed is None:
-            self.measure(batch, target, draft)
+            self.measure(batch, target, draft, query_lengths)
         elif self.timing_budget >= ROUNDS_PER_TIMING:
             self.timing_budget -= ROUNDS_PER_TIMING
-            self.measure(batch, target, draft)
+            self.measure(batch, target, draft, query_lengths)
         elif batch not in self.table:
             self.table[batch] = assumed
             self.assumed.add(batch)
 
-    def measure(self, batch: int, target: Callable[[int], object], draft: Callable[[int], object]) -> None:
-        """Time the forwards of batch size B by 15 of the target and 30 draft steps.
+    def measure(
+        self,
+        batch: int,
+        target: Callable[[int], object],
+        draft: Callable[[int], object],
+        query_lengths: Sequence[int] = QUERY_LENGTHS,
+    ) -> None:
+        """Time the forwards of batch size B: of each query length 5 of the target and 10 draft steps.
 
         Args:
             batch: B.
             target, draft: run one forward of so many tokens of each row, and wait for it.
+            query_lengths: of the target's forwards, in ascending order.
         """
-        self._set_row(batch, time_forwards(self.clock, target, draft))
+        self._set_row(batch, time_forwards(self.clock, target, draft, query_lengths))
 
     def _set_row(self, batch: int, row: ForwardTimes) -> None:
         self.table[batch] = row
@@ -233,6 +242,11 @@ class Costs:
             table[int(batch)] = {"target": numbered(row["target"]), "draft": float(row["draft"])}
         rounds = {int(batch): numbered(times) for batch, times in values.get("rounds", {}).items()}
         return cls(table, dict(values["alpha"]), rounds)
+
+
+def _reaches(row: ForwardTimes | None, longest: int) -> bool:
+    """Whether there are times of forwards of so many tokens of a row."""
+    return row is not None and max(row["target"]) >= longest
 
 
 def _interpolate(points: list[tuple[int, float]], x: float) -> float:

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 
 QUERY_LENGTHS = (1, 3, 9)  # of the target forwards whose times are known; others are on a line between them
+TREE_QUERY_LENGTHS = (*QUERY_LENGTHS, 33)  # where up to 64 candidates branch
 TIMED_ROUNDS = 4  # how often each forward is timed, after a first time that warms up
 DRAFT_STEPS = 2  # draft steps that are timed after each of them
 GRID = 2 ** (1 / 32)  # times are rounded to powers of this, so that noise rarely changes a choice
@@ -112,7 +113,10 @@ def assumed_seconds(size: ForwardSize, tokens: int, device: torch.device) -> flo
 
 
 def time_forwards(
-    clock: Callable[[], float], target: Callable[[int], object], draft: Callable[[int], object]
+    clock: Callable[[], float],
+    target: Callable[[int], object],
+    draft: Callable[[int], object],
+    query_lengths: Sequence[int] = QUERY_LENGTHS,
 ) -> ForwardTimes:
     """Medians over rounds in which the models take turns, as they do in a call.
 
@@ -125,14 +129,14 @@ def time_forwards(
         forward(query)
         return clock() - started
 
-    times: dict[int, list[float]] = {query: [] for query in QUERY_LENGTHS}
+    times: dict[int, list[float]] = {query: [] for query in query_lengths}
     steps = []
     for _ in range(1 + TIMED_ROUNDS):
-        for query in QUERY_LENGTHS:
+        for query in query_lengths:
             times[query].append(seconds(target, query))
             steps.append(sum(seconds(draft, 1) for _ in range(DRAFT_STEPS)) / DRAFT_STEPS)
     medians = {query: on_grid(statistics.median(samples[1:])) for query, samples in times.items()}
-    return {"target": medians, "draft": on_grid(statistics.median(steps[len(QUERY_LENGTHS) :]))}
+    return {"target": medians, "draft": on_grid(statistics.median(steps[len(query_lengths) :]))}
 
 
 def on_grid(seconds: float) -> float:

@@ -50,8 +50,9 @@ class Layout:
     """How rows of unequal length share the batch.
 
     Attributes:
-        target, draft: that of each model: "ragged", "padded", "packed" or "lockstep", of which the glossary in
-            `sampling/verify.py` says what they are; "plain" in a call that transformers' own sampler decodes.
+        target, draft: that of each model: "ragged" (each row has slots of its own and ends where it ends), "padded"
+            (all rows end in one slot), "packed" (one after another in a batch of one) or "lockstep" (all advance by as
+            many tokens as the row that accepted fewest); "plain" in a call that transformers' own sampler decodes.
         reason: why the target's.
         refills: whether prompts can be read in the places of rows that have ended.
     """

@@ -10,7 +10,7 @@ from hf_specx.common.errors import check_names, is_int, kind, one_of, require, r
 
 
 VERIFICATIONS = ("token", "block", "coupled")
-MOST_NODES = 64  # of a tree, so that masks and scores of a round stay small beside what they save
+MAX_NODES = 64  # of a tree, so that masks and scores of a round stay small beside what they save
 NEEDED = {  # option: (attributes that it must have, remedy)
     "streamer": (("put", "end"), "pass a TextStreamer or another BaseStreamer"),
     "tokenizer": (("get_vocab",), "pass what AutoTokenizer.from_pretrained gives"),
@@ -21,8 +21,8 @@ NEEDED = {  # option: (attributes that it must have, remedy)
 
 def check_tree(tree: Any, where: str = "") -> None:
     """Raise ValueError if this is no number of nodes."""
-    rest = f"is no number of nodes; give an int from 1 to {MOST_NODES}, 'auto', or False for a chain."
-    is_number = is_int(tree) and 1 <= tree <= MOST_NODES
+    rest = f"is no number of nodes; give an int from 1 to {MAX_NODES}, 'auto', or False for a chain."
+    is_number = is_int(tree) and 1 <= tree <= MAX_NODES
     require_option(tree is False or is_number or tree == "auto", f"{where}tree", tree, rest)
 
 

@@ -136,6 +136,8 @@ class PreparedRequest:
         prompt_ids: [l], the tokens of the request; `input_ids` is the same, or what a decoder starts with.
         seed: its own if `has_own_seed`, else one that was drawn.
         processors: of the call and its own; `has_own_processors`, whether there are some of its own.
+        row_processors: the same in a batch with others, with `TokenMasks` in place of those whose state can be taken
+            back; a call of its own makes such masks itself.
         greedy: whether its processors leave the likeliest token alone, beside rows that sample.
         runs_alone: whether it is decoded in a batch of one, as any call: something of it keeps state, transformers
             decodes it, it reads more than tokens, or it samples where the call does not.
@@ -149,6 +151,7 @@ class PreparedRequest:
     seed: int
     has_own_seed: bool
     processors: Sequence[Processor]
+    row_processors: Sequence[Processor]
     has_own_processors: bool
     stopping: Stopping
     greedy: bool
@@ -250,7 +253,8 @@ class RequestPreparer:
             input_ids=prompt.input_ids[0],
             seed=seed,
             has_own_seed=request.seed is not None,
-            processors=prompt.processors if runs_alone else with_masks,  # a call makes masks of them itself
+            processors=prompt.processors,
+            row_processors=with_masks,
             has_own_processors=request.logits_processor is not None or "logits_processor" in request.generate_kwargs,
             stopping=prompt.stopping,
             greedy=greedy,

@@ -13,7 +13,7 @@ from hf_specx.common.round import Listener, Round
 from hf_specx.drafting.auto import AutoDraftLength, RoundTimer
 from hf_specx.drafting.costs import MAX_DRAFT_TOKENS, Costs
 from hf_specx.drafting.drafter import DraftContext, Drafter
-from hf_specx.drafting.forward_times import assumed_times, size_of
+from hf_specx.drafting.forward_times import QUERY_LENGTHS, TREE_QUERY_LENGTHS, assumed_times, size_of
 from hf_specx.drafting.schedule import DraftLengthSchedule
 from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.drafting.trees import COMPILED_NODES, RankEstimate, TreeShapes
@@ -27,7 +27,7 @@ from hf_specx.sampling.processors import NO_LIMIT, Processors, RoundProcessor
 from hf_specx.sampling.verifiers import make_verifier
 
 from .call import Call
-from .check_options import MOST_NODES
+from .check_options import MAX_NODES
 from .outputs import Outputs, Stream
 from .queue import KEPT_ROUNDS
 from .ranks import any_rank, of_first_rank
@@ -115,7 +115,7 @@ class Run:
         if not call.max_nodes:
             return None
         most = most_nodes(call)
-        numbers = COMPILED_NODES if call.strategy.compile else range(1, 1 + MOST_NODES)
+        numbers = COMPILED_NODES if call.strategy.compile else range(1, 1 + MAX_NODES)
         nodes = call.max_nodes if isinstance(call.max_nodes, str) else most
         ranks = self.costs.rank_estimates.setdefault(call.verification, RankEstimate())
         chooses_depth = fixed_draft_tokens(call) is None  # else that number is the depth
@@ -212,13 +212,16 @@ class Run:
             if any_rank(rows not in costs.table, device):  # then all ranks measure together
                 costs.measure(rows, target_step, draft_step)
             return
-        assumed = costs.table[rows] if rows in costs.assumed else None
+        # what is compiled has no forwards of other lengths than its rounds
+        has_large_trees = self.tree_shapes is not None and not call.strategy.compile
+        query_lengths = TREE_QUERY_LENGTHS if has_large_trees else QUERY_LENGTHS
         only_timing_tells = call.tensor_parallel or call.strategy.compile
-        if assumed is None and not costs.knows(rows) and not only_timing_tells:
+        earlier = costs.table.get(rows)
+        if earlier is None and not only_timing_tells:
             target_size, draft_size = size_of(self.target.model), self.drafter.size()
             if target_size is not None and draft_size is not None:
-                assumed = assumed_times(target_size, draft_size, rows, device)
-        costs.prepare(rows, target_step, draft_step, assumed)
+                earlier = assumed_times(target_size, draft_size, rows, device)
+        costs.prepare(rows, target_step, draft_step, earlier, query_lengths)
 
     def calibrate(self) -> None:
         """Time bare forwards of both models after the prompts, and put the times into the costs."""
@@ -241,58 +244,59 @@ class Run:
         draft = batch.write_draft(self.drafter.propose(batch, self.schedule(batch)))
         self.target(batch, draft)
 
-    def publish(self, done: Round) -> None:
+    def publish(self, round_: Round) -> None:
         """Tell the listeners of a round, once it is known which rows have ended in it.
 
         Raises:
             Exception: the error of a row in which no token can come next, as `generate` raises it.
         """
-        self._end_rows_without_next_token(done)
+        self._end_rows_without_next_token(round_)
         if self.call.queue is not None:
-            self._end_cancelled_rows(done)
+            self._end_cancelled_rows(round_)
         for listener in self.listeners:
-            listener.observe(done)
+            listener.observe(round_)
 
-    def _end_rows_without_next_token(self, done: Round) -> None:
+    def _end_rows_without_next_token(self, round_: Round) -> None:
         """End requests whose own processors leave no next token; raises the error of any other such row."""
-        for row, error in self.stopping.row_errors(done, self.processors.prefix_errors).items():
+        for row, error in self.stopping.row_errors(round_, self.processors.prefix_errors).items():
             request = self.batch.row_states[row].request
             if request is None or not request.has_own_processors:
                 raise error
-            self._end_row(done, row)
+            self._end_row(round_, row)
 
-    def _end_cancelled_rows(self, done: Round) -> None:
-        for row in done.rows:
-            if row not in done.ended and self.batch.row_states[row].request.is_cancelled():
-                self._end_row(done, row)
+    def _end_cancelled_rows(self, round_: Round) -> None:
+        for row in round_.rows:
+            if row not in round_.ended and self.batch.row_states[row].request.is_cancelled():
+                self._end_row(round_, row)
 
-    def _end_row(self, done: Round, row: int) -> None:
+    def _end_row(self, round_: Round, row: int) -> None:
         """Have a row end in this round, with the tokens that it has."""
         row_state = self.batch.row_states[row]
         if row_state.stopped_at is None:
             row_state.stopped_at = self.batch.counts[row]
-        done.ended = sorted({*done.ended, row})
+        round_.ended = sorted({*round_.ended, row})
 
-    def next_requests(self, done: Round) -> dict[int, PreparedRequest]:
+    def next_requests(self, round_: Round) -> dict[int, PreparedRequest]:
         """The next requests of a queue, by the row whose place each takes: one that has ended, or a free one."""
         if self.call.queue is None or not self.call.layout.refills:
             return {}
-        return self.call.queue.next_requests(self.batch, done.ended)
+        return self.call.queue.next_requests(self.batch, round_.ended)
 
-    def end_round(self, done: Round, requests: Mapping[int, PreparedRequest]) -> None:
+    def end_round(self, round_: Round, requests: Mapping[int, PreparedRequest]) -> None:
         """Drop rows that have ended and get no request; then tell schedule, drafter and target what was kept.
 
         The last rows of a call to end stay in the batch.
         """
-        dropped = [row for row in done.ended if row not in requests]
-        self.finished = len(dropped) == len(done.rows)
+        dropped = [row for row in round_.ended if row not in requests]
+        self.finished = len(dropped) == len(round_.rows)
+        assert not (self.finished and requests)  # places of rows that have ended are filled before free ones
         keep_indices = None if self.finished else self.batch.drop_rows(dropped)
-        done = replace(done, keep_indices=keep_indices, finished=self.finished)
+        round_ = replace(round_, keep_indices=keep_indices, finished=self.finished)
         if self.target.is_half_idle:  # what a round takes is not what one of so many rows would
             self.round_timer.skip()
-        self.schedule.observe(done)
-        self.drafter.observe(done)
-        self.target.observe(done)
+        self.schedule.observe(round_)
+        self.drafter.observe(round_)
+        self.target.observe(round_)
         self.end_phase("verify")
 
     def admit(self, requests: Mapping[int, PreparedRequest]) -> None:
@@ -347,7 +351,7 @@ class Run:
 def most_nodes(call: Call) -> int:
     """The most candidates of a row in a round of a call where they may branch; 0 where they may not."""
     round_size = tokens_of_a_round(call.prompt.model)
-    most = call.max_nodes if isinstance(call.max_nodes, int) else MOST_NODES
+    most = call.max_nodes if isinstance(call.max_nodes, int) else MAX_NODES
     return most if round_size is None else min(most, round_size - 1)
 
 
@@ -413,7 +417,7 @@ def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -
         seed=request.seed,
         independent_lengths=request.has_own_seed and call.verification in DRAWN_BY_LENGTH,
         is_refill=is_refill,
-        processors=RowProcessors(request.processors, request.stopping.eos_token_ids),
+        processors=RowProcessors(request.row_processors, request.stopping.eos_token_ids),
         stopping=request.stopping,
         request=request,
     )

@@ -13,7 +13,7 @@ from hf_specx.common.model_files import FULL_COMMIT
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.engine.check_options import MOST_NODES, VERIFICATIONS
+from hf_specx.engine.check_options import MAX_NODES, VERIFICATIONS
 from hf_specx.models.choose import LAYOUTS
 
 from .schema import MAX_CONFIG_BYTES, SAVE_ANEW, of_items, read, read_text, validator
@@ -36,7 +36,7 @@ NO_ID = (
 )
 MEASURE_ANEW = "measure it anew with specx tune"
 SLOWER = "its draft was slower than plain generate at every batch size, so it is not used"
-NO_TREE = f"neither 'auto' nor false nor an int from 1 to {MOST_NODES}; give one of these"
+NO_TREE = f"neither 'auto' nor false nor an int from 1 to {MAX_NODES}; give one of these"
 NO_NUMBER = f"neither 'auto' nor an int from 0 to {MAX_RECOMMENDED}; give one of these"
 
 check_number_text = validator(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE_ANEW}")
@@ -68,7 +68,7 @@ Verification = Annotated[
     str | None, validator(VERIFICATIONS.__contains__, f"none of {', '.join(VERIFICATIONS)}; give one")
 ]
 TreeNodes = Annotated[
-    str | bool | int, validator(lambda n: n is False or n == "auto" or (is_int(n) and 1 <= n <= MOST_NODES), NO_TREE)
+    str | bool | int, validator(lambda n: n is False or n == "auto" or (is_int(n) and 1 <= n <= MAX_NODES), NO_TREE)
 ]
 LayoutName = Annotated[str, validator(LAYOUTS.__contains__, f"none of {', '.join(LAYOUTS)}; give one")]
 

@@ -345,12 +345,16 @@ class ModelRunner:
         """[R, 1], the `emitted_index` of the newest token in the cache; -1 if that is the last of a prompt."""
         return (batch.ends - batch.width - 2).clamp(min=-1)[:, None]
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Drop rows that have left the batch; where the call returns its cache, save their keys and values before."""
-        if self.prompt.returns_cache and (done.finished or done.keep_indices is not None):
-            self._save_keys_values(done)
-        if done.keep_indices is not None:
-            self.drop_rows(done.keep_indices)
+        if self.prompt.returns_cache and (round_.finished or round_.keep_indices is not None):
+            self._save_keys_values(round_)
+        if round_.keep_indices is not None:
+            self.drop_rows(round_.keep_indices)
+            self.forget_prompts([row for row in round_.rows if row not in round_.batch.rows])
+
+    def forget_prompts(self, rows: list[int]) -> None:
+        """Copy nothing for later prompts from these rows, which have left: their slots will be others'."""
 
     def drop_rows(self, keep_indices: torch.Tensor) -> None:
         """Keep only those of the decoding rows [R] that are at indices `keep_indices` [R']."""
@@ -362,28 +366,28 @@ class ModelRunner:
             self.kwargs[name] = gather_input_rows(self.kwargs[name], keep_indices, self.num_rows)
         self.num_rows = len(keep_indices)
 
-    def _save_keys_values(self, done: Round) -> None:
+    def _save_keys_values(self, round_: Round) -> None:
         """Copy keys and values of the rows that leave now; those of the last rows of a call stay in the cache.
 
         A row's last token is fed now, unless it was a candidate, which the forward of the round has fed.
         """
-        counts = list(done.batch.counts)
-        staying = [] if done.keep_indices is None else done.batch.rows
-        leaving = [row for row in done.rows if row not in staying]
+        counts = list(round_.batch.counts)
+        staying = [] if round_.keep_indices is None else round_.batch.rows
+        leaving = [row for row in round_.rows if row not in staying]
         # `generate` does not feed the last tokens of the longest rows
-        max_count = max(counts) if done.finished else None
+        max_count = max(counts) if round_.finished else None
         lacking = []  # rows whose last token the cache lacks
-        for row, emitted, accepted in zip(done.rows, done.emitted, done.accepted, strict=True):
+        for row, emitted, accepted in zip(round_.rows, round_.emitted, round_.accepted, strict=True):
             if emitted > accepted and counts[row] != max_count:
                 lacking.append(row)
         if not set(lacking).isdisjoint(leaving):
             if self.lockstep:  # rows that are shorter have ended before the last candidate: of them, no more is kept
                 counts = [max(counts)] * len(counts)
-            self._feed_last_tokens(done.batch.view_at(counts, done.rows))
-        if done.finished:
+            self._feed_last_tokens(round_.batch.view_at(counts, round_.rows))
+        if round_.finished:
             self.last_rows = leaving
         else:
-            self.saved_keys_values |= {row: list(self.row_keys_values(done.rows.index(row), row)) for row in leaving}
+            self.saved_keys_values |= {row: list(self.row_keys_values(round_.rows.index(row), row)) for row in leaving}
 
     def _feed_last_tokens(self, batch: Batch) -> None:
         self.decode_tokens(batch, 1, 0, logits_to_keep=1)

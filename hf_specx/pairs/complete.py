@@ -193,11 +193,11 @@ class Progress(tqdm):
             form = {"delay": BAR_AFTER, "bar_format": f"{{bar:20}} {line}" if total else line}
         super().__init__(total=total, initial=done, disable=os.environ.get("RANK", "0") != "0", **form)
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Count the tokens of a round."""
-        self.emitted += sum(done.emitted)
-        self.drafted += sum(done.draft.lengths)
-        self.accepted += sum(done.accepted)
+        self.emitted += sum(round_.emitted)
+        self.drafted += sum(round_.draft.lengths)
+        self.accepted += sum(round_.accepted)
 
     def show(self, done: int) -> None:
         """Show that so many prompts are done by now."""

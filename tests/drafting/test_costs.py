@@ -27,7 +27,7 @@ from hf_specx.drafting.costs import (
     Costs,
     expected_tokens,
 )
-from hf_specx.drafting.forward_times import GRID, QUERY_LENGTHS, ForwardSize, size_of
+from hf_specx.drafting.forward_times import GRID, QUERY_LENGTHS, TREE_QUERY_LENGTHS, ForwardSize, size_of
 
 
 SAMPLED = {"do_sample": True, "max_new_tokens": 24}
@@ -135,6 +135,22 @@ def test_forwards_are_timed_once_earlier_rounds_pay_for_it():
     assert costs.table[2]["target"].keys() == set(QUERY_LENGTHS)
     costs.prepare(3, calls.append, calls.append, PRIOR)  # that was spent
     assert not costs.knows(3)
+
+
+def test_calls_with_trees_time_longer_forwards_as_well():
+    calls, ticks = list[int](), count()
+    costs = Costs(clock=lambda: float(next(ticks)))
+    costs.prepare(2, calls.append, calls.append)
+    assert costs.knows(2)
+    short = costs.table[2]
+    costs.prepare(2, calls.append, calls.append, short, TREE_QUERY_LENGTHS)  # it waits for rounds that pay for it
+    assert costs.table[2] is short
+    costs.remember("coupled", 0.5, 0, rounds=ROUNDS_PER_TIMING)
+    costs.prepare(2, calls.append, calls.append, short, TREE_QUERY_LENGTHS)
+    assert costs.table[2]["target"].keys() == set(TREE_QUERY_LENGTHS)
+    number = len(calls)
+    costs.prepare(2, calls.append, calls.append)
+    assert len(calls) == number
 
 
 def test_round_trip_through_json():

@@ -96,7 +96,7 @@ def test_rows_of_a_round_may_draft_unlike_numbers():
 
 
 def test_conditional_acceptance_goes_by_all_drafted_positions():
-    total = report(made_round([2, 2], [2, 0], acceptance=[[1.0, 0.5], [0.4, 0.1]]))
+    total = report(made_round([2, 2], [2, 0], prefix_acceptance=[[1.0, 0.5], [0.4, 0.1]]))
     assert total.conditional_acceptance == pytest.approx((1.5 + 0.5) / (2 + 1.4))
     total.observe(made_round([0], [0], rows=[1]))
     assert total.conditional_acceptance == pytest.approx(2 / 3.4)

@@ -1,6 +1,7 @@
 """What no table knows is measured before its candidates count: wrong targets have plain's text, right ones a draft."""
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -128,16 +129,27 @@ def test_a_new_hook_is_measured_and_one_that_reads_only_is_not():
     assert strategy.report.layout == "plain"
 
 
+def odd_after_even(row: int, ids: torch.Tensor) -> list[int]:
+    """The tokens that may follow."""
+    return list(range(1 + int(ids[-1]) % 2, 32, 2))
+
+
+@pytest.mark.parametrize("function", [None, odd_after_even])
+@pytest.mark.parametrize("max_batch_tokens", [None, 30])  # with 30, one more request waits beside those of the batch
 @pytest.mark.parametrize("seed", [None, 5])
-def test_requests_for_a_wrong_target_are_decoded_one_by_one(seed: int | None):
+def test_requests_for_a_wrong_target_are_decoded_one_by_one(
+    seed: int | None, max_batch_tokens: int | None, function: Callable[[int, torch.Tensor], list[int]] | None
+):
     target = WRONG["forward_replaced"]()
     asked = [Request(list(range(1, 4 + n)), max_new_tokens=6 + n, seed=seed) for n in range(5)]
+    options = {"do_sample": False, "prefix_allowed_tokens_fn": function}
     strategy = SpeculativeDecoding(tiny(seed=1), num_draft_tokens=3)
-    results = list(strategy.generate_many(target, iter(asked), batch_size=3, do_sample=False, ordered=True))
+    rows = {"batch_size": 3, "max_batch_tokens": max_batch_tokens}
+    results = list(strategy.generate_many(target, iter(asked), ordered=True, **rows, **options))
     assert [done.index for done in results] == list(range(5))
     for request, done in zip(asked, results, strict=True):
         ids = torch.tensor([request.input_ids])
-        expected = target.generate(ids, max_new_tokens=request.max_new_tokens, do_sample=False)
+        expected = target.generate(ids, max_new_tokens=request.max_new_tokens, **options)
         assert done.tokens == expected[0, ids.shape[1] :].tolist()
 
 

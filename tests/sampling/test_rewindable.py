@@ -286,18 +286,18 @@ def test_law(verification: str):
 
 def unmasked_q(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are drawn from the masked distribution, and judged by the one without a mask."""
-    right, choose, seen = TokenMasks.__call__, RejectionVerifier.choose, []
+    right, draw, seen = TokenMasks.__call__, RejectionVerifier.draw_candidates, []
 
     def masked(self, batch, draft, scores, ahead):
         seen.append(scores)
         return right(self, batch, draft, scores, ahead)
 
     def wrong(self, batch, scores, ahead, lengths):
-        token, probs = choose(self, batch, scores, ahead, lengths)
+        token, probs = draw(self, batch, scores, ahead, lengths)
         return token, seen[-1][:, 0].softmax(-1) if seen and len(seen[-1]) == len(probs) else probs
 
     monkeypatch.setattr(TokenMasks, "__call__", masked)
-    monkeypatch.setattr(RejectionVerifier, "choose", wrong)
+    monkeypatch.setattr(RejectionVerifier, "draw_candidates", wrong)
 
 
 def no_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,13 +307,13 @@ def no_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forced_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forced token is judged as if it had been drawn from all tokens alike."""
-    choose = RejectionVerifier.choose
+    draw = RejectionVerifier.draw_candidates
 
     def wrong(self, batch, scores, ahead, lengths):
-        token, probs = choose(self, batch, scores, ahead, lengths)
+        token, probs = draw(self, batch, scores, ahead, lengths)
         return token, torch.where(probs.amax(-1, keepdim=True) == 1, 1 / probs.shape[-1], probs)
 
-    monkeypatch.setattr(RejectionVerifier, "choose", wrong)
+    monkeypatch.setattr(RejectionVerifier, "draw_candidates", wrong)
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,10 @@ class Certain(Drafter):
         candidates = [self.texts[row][batch.counts[row] : self.counts[row]][:length] for row, length in rows]
         tokens = pad_sequence([torch.tensor(ids, dtype=torch.int64) for ids in candidates], batch_first=True)
         return Draft(
-            tokens, list(map(len, candidates)), source="certain", acceptance=[[1.0] * len(ids) for ids in candidates]
+            tokens,
+            list(map(len, candidates)),
+            source="certain",
+            prefix_acceptance=[[1.0] * len(ids) for ids in candidates],
         )
 
 
