@@ -243,7 +243,7 @@ def test_grammars(assistant: dict[str, Any]):
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-@pytest.mark.parametrize("kind", ["E2B", "31B", pytest.param("12B", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["E2B", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("31B", "12B"))])
 def test_compiled_targets(kind: str, traced: None):
     """Buffers with idle rows, and rings of a fixed length."""
     target, assistant = pair(kind)
