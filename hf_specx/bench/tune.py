@@ -149,10 +149,10 @@ def load_adapter(name: str, settings: TuneSettings, device_map: Any) -> Loaded:
         base = load(base_name, settings, device_map)
     except (OSError, ValueError) as error:
         path = files.root / ADAPTER_CONFIG
-        message = (
-            f"{path} has base_model_name_or_path={base_name!r}, which cannot be loaded ({error}); write there the "
-        )
-        raise ValueError(f"{message}id or folder of the model that the adapter was trained on.") from error
+        raise ValueError(
+            f"{path} has base_model_name_or_path={base_name!r}, which cannot be loaded ({error}); write there the id "
+            "or folder of the model that the adapter was trained on."
+        ) from error
     model = merged(base.model, files)
     tokenizer = get_tokenizer(files, None, settings.trust_remote_code) or base.tokenizer
     return Loaded(model, tokenizer, replace(model_facts(model), name=None, revision=None))

@@ -82,8 +82,10 @@ class PromptOptions:
         )
         for name in ("split", "column"):
             value = getattr(self, name)
-            message = f"--{name} {value} is for --dataset, which was not given; give it, or leave --{name} out."
-            require(self.dataset is not None or value is None, message)
+            require(
+                self.dataset is not None or value is None,
+                f"--{name} {value} is for --dataset, which was not given; give it, or leave --{name} out.",
+            )
         typed = self.chat_template_kwargs
         require(
             typed is None or self.chat,

@@ -150,10 +150,10 @@ def load_rows(name: str, split: str | None) -> Any:
             return rows
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # of many types, also of packages below it
-        message = (
+        raise ValueError(
             f"--dataset {name}: the split {split!r} cannot be loaded: {error}; give --split and, after the name, "
-        )
-        raise ValueError(f"{message}:CONFIGURATION as the dataset has them.") from error
+            ":CONFIGURATION as the dataset has them."
+        ) from error
 
 
 def from_json(line: str, where: str) -> Any:

@@ -48,7 +48,8 @@ TUNE_COLUMNS = {  # with what is in them
 HELP_DRAFTS = f"To try: {HELP_DRAFT[:-1]}; exits: several numbers of first layers."
 HELP_OUT = "Folder that the pair with the best draft is saved in."
 HELP_REPEATS = "Turns of plain and speculative generation, at least; 0 checks whether drafts fit, without prompts."
-HELP_SECONDS = "Seconds of turns, for each draft and batch size, at most; they end once it is clear which is faster."
+HELP_SECONDS = "Seconds after which the turns of a draft and batch size end, once there were --repeats of them; "
+HELP_SECONDS += "they end sooner where it is clear which is faster."
 
 
 @command

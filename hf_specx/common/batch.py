@@ -155,8 +155,11 @@ class Batch:
         fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
         if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:
             shape = list(draft.tokens.shape)
-            message = f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}"
-            raise ValueError(f"{message}; propose [{len(self.rows)}, the largest length] tokens.")
+            message = (
+                f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}; propose "
+                f"[{len(self.rows)}, the largest length] tokens."
+            )
+            raise ValueError(message)
         if draft.tokens.shape[1]:
             self.write(draft.tokens, host_tokens=draft.host_tokens)
             if draft.parents is not None:
@@ -165,11 +168,14 @@ class Batch:
 
     def _tree_of(self, draft: Draft) -> Tree | None:
         """How the candidates of a draft branch, None if none does; raises ValueError if its parents are no such."""
-        parents = tuple(map(tuple, draft.parents or ()))
+        parents = tuple(draft.parents or ())
         numbers = list(map(len, parents))
         if numbers != draft.lengths:
-            message = f"a draft by {draft.source!r} has the parents of {numbers} candidates for lengths "
-            raise ValueError(f"{message}{draft.lengths}; give each row one parent a candidate.")
+            message = (
+                f"a draft by {draft.source!r} has the parents of {numbers} candidates for lengths {draft.lengths}; "
+                "give each row one parent a candidate."
+            )
+            raise ValueError(message)
         if all(of_row == tuple(range(-1, len(of_row) - 1)) for of_row in parents):
             return None
         return tree_of(parents, draft.tokens.shape[1], self.ids.device)

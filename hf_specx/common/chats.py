@@ -42,8 +42,11 @@ def chat_text(
     try:
         text = str(tokenizer.apply_chat_template(list(messages), **options))
     except Exception as error:  # of many types: a template may raise its own, or fail on a field that is missing
-        message = f"the chat template fails on {brief(messages)} ({error}); give messages as it wants them, each "
-        raise ValueError(f"{message}with a role and content.") from error
+        message = (
+            f"the chat template fails on {brief(messages)} ({error}); give messages as it wants them, each with a "
+            "role and content."
+        )
+        raise ValueError(message) from error
     adds_bos = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
     if tokenizer.bos_token is None or not adds_bos:
         return text

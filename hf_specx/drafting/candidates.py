@@ -150,7 +150,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             if len(batch.counts) > self.num_prompts:
                 runner.add_rows(batch, batch.index.where(batch.index < self.num_prompts, 0))
             elif len(batch.rows) < len(batch.counts):
-                runner.drop_rows(batch.index)
+                runner.gather_rows(batch.index)
             self.has_prefilled = True
         if self.unread_rows:
             new_rows = [row for row in batch.rows if row in self.unread_rows]
@@ -287,7 +287,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             num_fed = emitted_before if is_free else emitted_before + num_first
             self.runner.limit_computed_tokens(row, min(num_fed, done.batch.counts[row] - 1))
         if done.keep_indices is not None:
-            self.runner.drop_rows(done.keep_indices)
+            self.runner.gather_rows(done.keep_indices)
             self.runner.forget_prompts([row for row in done.rows if row not in done.batch.rows])
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:

@@ -47,8 +47,8 @@ def check_options(
     """
     message = (
         "SpeculativeDecoding takes one draft (or a list of them), and its options by name. If custom_generate= was "
+        "given this class, give it an object: custom_generate=SpeculativeDecoding(draft_model)."
     )
-    message += "given this class, give it an object: custom_generate=SpeculativeDecoding(draft_model)."
     require(not misplaced, message)
     check_names("SpeculativeDecoding", unknown, ["draft_model", *options], f"known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"])
@@ -59,5 +59,7 @@ def check_options(
     require(isinstance(compile, bool), f"compile={compile!r} is not a bool; use True or False.")
     for name, (needed, remedy) in NEEDED.items():
         value = options[name]
+        if hasattr(value, "tokenizer"):  # of sounds or images
+            remedy = "it is a processor; pass its .tokenizer"
         message = f"{name} is {kind(value)} without {' and '.join(needed)}; {remedy}, or leave it out."
         require(value is None or all(hasattr(value, each) for each in needed), message)

@@ -20,7 +20,7 @@ from .requests import CancelCriteria, Completion, Piece, PreparedRequest, Reques
 
 
 KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
-MAX_UNUSED_COLUMNS = 4096  # before all prompts of a batch, left over from a longer prompt
+MAX_UNUSED_COLUMNS = 4096  # columns of pads before all prompts, kept after a longer prompt has ended
 
 
 class RequestQueue:
@@ -51,8 +51,11 @@ class RequestQueue:
         logprobs: bool = False,
         streams: bool = False,
     ):
-        message = "a model is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
-        require(not synced_by_default(*models), message + "load a copy on each process, or call generate for batches.")
+        message = (
+            "a model is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; load a "
+            "copy on each process, or call generate for batches."
+        )
+        require(not synced_by_default(*models), message)
         self.iterator, self.preparer = iter(requests), RequestPreparer(models[0], options)
         self.max_batch_tokens, self.logprobs, self.streams = max_batch_tokens, logprobs, streams
         self.num_requests = 0

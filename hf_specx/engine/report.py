@@ -56,8 +56,8 @@ class SpeculationReport:
         num_new_tokens: tokens by which rows went on in rounds with candidates, before a cut at a stop.
         drafted_per_position, judged_per_position, accepted_per_position: candidates of first choice by the position
             in the round, before a cut: those that followed first choices alone, of branches none.
-        round_sizes: how many rounds rows took part in, but for a first one without candidates, by their `RoundSize`;
-            `new_tokens_in_rounds`: by how much rows went on in these.
+        round_sizes: by `RoundSize`, how many rounds of rows there were, without a first one that had no candidates;
+            `new_tokens_in_rounds`: by how many tokens rows went on in these.
         num_draft_tokens: the most candidates of a round, one after another; `mean_draft_tokens` is their mean.
         acceptance_sums: two sums over rows, rounds and i: of the probability that the first i candidates are all
             accepted, and that the first i - 1 are; see `conditional_acceptance`. Of several drafts, the model's alone.

@@ -146,10 +146,16 @@ def _check_facts(name: str, here: TokenizerFacts, recorded: TokenizerFacts | Dra
     recorded_values = {"tokens": recorded.tokens, **recorded.special_tokens}
     for key in sorted(values.keys() | recorded_values.keys()):
         value, recorded_value = values.get(key), recorded_values.get(key)
-        message = f"the tokenizer of {name} has {key}={value!r}, and its pair was checked with {recorded_value!r}"
-        require(value == recorded_value, f"{message}; {GET_AGAIN}.")
-    message = f"the tokens of the tokenizer of {name} have other ids than those that its pair was checked with"
-    require(recorded.vocabulary in (None, here.vocabulary), f"{message}; {GET_AGAIN}.")
+        require(
+            value == recorded_value,
+            f"the tokenizer of {name} has {key}={value!r}, and its pair was checked with {recorded_value!r}; "
+            f"{GET_AGAIN}.",
+        )
+    require(
+        recorded.vocabulary in (None, here.vocabulary),
+        f"the tokens of the tokenizer of {name} have other ids than those that its pair was checked with; "
+        f"{GET_AGAIN}.",
+    )
 
 
 def fingerprint(folder: Path) -> str:

@@ -1,6 +1,5 @@
 """Find the draft for a target where the caller names none: in the pair of this code, or in that of the target."""
 
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -16,7 +15,7 @@ from hf_specx.common.load_model import COMMIT
 from hf_specx.common.model_files import check_reference
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.costs import Costs
-from hf_specx.engine.entry import frame_of_generate
+from hf_specx.engine.generate_frame import custom_generate_argument
 
 from .facts import IDENTIFYING, commit_of, differing
 from .fetch import HUB_OPTIONS, get_pair, get_tokenizer
@@ -66,8 +65,7 @@ def _pair_of(target: PreTrainedModel, arguments: dict[str, Any]) -> tuple[str, s
 
 def _called_by() -> str | None:
     """The folder of a pair whose code `generate` was told to run; transformers copies the code elsewhere before."""
-    frame = frame_of_generate(sys._getframe())
-    folder = None if frame is None else frame.f_locals.get("custom_generate")
+    folder = custom_generate_argument()
     return folder if isinstance(folder, str) and (Path(folder) / PAIR_CONFIG_NAME).is_file() else None
 
 
@@ -112,6 +110,9 @@ def warn_of_another_target(config: PairConfig, target: PreTrainedModel) -> None:
     if config.target.revision is not None and commit is not None and commit != config.target.revision:
         changed.append("revision")
     if changed:
-        message = f"the target {target.name_or_path!r} differs in {', '.join(changed)} from the one that the pair was "
-        message += "measured with, so that its draft and its recommendations may suit it less; see specx tune."
-        warnings.warn(message, UserWarning, stacklevel=2)
+        warnings.warn(
+            f"the target {target.name_or_path!r} differs in {', '.join(changed)} from the one that the pair was "
+            "measured with, so that its draft and its recommendations may suit it less; see specx tune.",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -24,12 +24,15 @@ def check_folder(folder: Path, overwrite: bool, how: str = "overwrite=True") -> 
     `how` is what the caller's user passes for `overwrite`.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        message = f"{folder} is there already; name another folder, or pass {how} to replace all that is in it."
-        require(overwrite, message)
-        message = (
-            f"{folder} is no pair, as it has no {PAIR_CONFIG_NAME}, so nothing in it is replaced; name another folder."
+        require(
+            overwrite,
+            f"{folder} is there already; name another folder, or pass {how} to replace all that is in it.",
         )
-        require((folder / PAIR_CONFIG_NAME).is_file(), message)
+        require(
+            (folder / PAIR_CONFIG_NAME).is_file(),
+            f"{folder} is no pair, as it has no {PAIR_CONFIG_NAME}, so nothing in it is replaced; name another "
+            "folder.",
+        )
     check_writable(folder.absolute().parent, folder)
 
 
@@ -51,8 +54,10 @@ def check_out(path: Path | None, marker: str = "") -> None:
     if marker and path.is_file():
         with path.open("rb") as file:
             beginning = file.read(MARKER_BYTES)
-        message = f"{path} is there already, and is nothing that would be written there; name another file."
-        require(not beginning or marker.encode() in beginning, message)
+        require(
+            not beginning or marker.encode() in beginning,
+            f"{path} is there already, is another kind of file, and is not overwritten; name another file.",
+        )
     check_writable(folder, path)
 
 

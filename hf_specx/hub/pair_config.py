@@ -39,7 +39,7 @@ NO_TREE = f"neither 'auto' nor false nor an int from 1 to {MAX_NODES}; give one 
 NO_NUMBER = f"neither 'auto' nor an int from 0 to {MAX_RECOMMENDED}; give one of these"
 
 check_number_text = validator(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE_ANEW}")
-check_measured = validator(lambda x: 0 < x <= sys.float_info.max, f"which nothing measures; {MEASURE_ANEW}")
+check_measured = validator(lambda x: 0 < x <= sys.float_info.max, f"no positive finite number; {MEASURE_ANEW}")
 check_probability = validator(lambda p: 0 <= p <= 1, f"no probability; {MEASURE_ANEW}")
 check_candidates = validator(ROUNDS.__contains__, f"no number of candidates; {MEASURE_ANEW}")
 check_times = validator(
@@ -313,15 +313,21 @@ def _check_drafts(config: PairConfig, where: str) -> None:
         target_source = (target.name, target.revision, target.subfolder)
         draft_source = (draft.name, draft.revision, draft.subfolder)
         repository = target.name or "the folder of the pair"
-        message = f"{where}: target and draft are both in {repository} under {target.subfolder!r}; a draft needs a "
-        require(target_source != draft_source, f"{message}folder of its own.")
+        require(
+            target_source != draft_source,
+            f"{where}: target and draft are both in {repository} under {target.subfolder!r}; a draft needs a folder "
+            "of its own.",
+        )
         return
     has_both = suffix is not None and config.early_exit is not None
     require(not has_both, f"{where} has both a suffix and an early_exit; take one of them out.")
-    message = f"{where} has a draft without weights, and says where a draft model is; take one of them out."
-    require(not any(vars(draft).values()), message)
+    require(
+        not any(vars(draft).values()),
+        f"{where} has a draft without weights, and says where a draft model is; take one of them out.",
+    )
     if suffix is not None:
-        message = (
-            f"{where}: max_match of suffix is {suffix.max_match}, less than min_match={suffix.min_match}; {SAVE_ANEW}."
+        require(
+            suffix.max_match >= suffix.min_match,
+            f"{where}: max_match of suffix is {suffix.max_match}, less than min_match={suffix.min_match}; "
+            f"{SAVE_ANEW}.",
         )
-        require(suffix.max_match >= suffix.min_match, message)

@@ -94,8 +94,11 @@ def loaded_pair(pair: Any, target: str = INSIDE, draft: str = INSIDE) -> WritePa
     sources = {"target": _source(pair, "target", target), "draft": _source(pair, "draft", draft)}
     _check_draft(pair.draft, draft)
     for model in pair.models:
-        message = f"{label_of(model)} has adapters of PEFT, which a pair does not save; make the pair of what its "
-        require(not has_adapters(model), f"{message}merge_and_unload() gives.")
+        require(
+            not has_adapters(model),
+            f"{label_of(model)} has adapters of PEFT, which a pair does not save; make the pair of what its "
+            "merge_and_unload() gives.",
+        )
     return partial(_write, pair, sources)
 
 
@@ -138,14 +141,18 @@ def _check_draft(draft: Any, where: str) -> None:
     require(is_kind, f"a pair is saved with {kinds}, and its draft is a {kind}; give one of these.")
     if isinstance(draft, WeightlessDraft):
         require(where != REFERENCE, f"draft={where!r} is for models, and {kind} has no files; leave it out.")
-    message = "a pool of texts is not saved with a pair; use SuffixDraft without it, and pool.save for the texts."
-    require(not isinstance(draft, SuffixDraft) or draft.pool is None, message)
+    require(
+        not isinstance(draft, SuffixDraft) or draft.pool is None,
+        "a pool of texts is not saved with a pair; use SuffixDraft without it, and pool.save for the texts.",
+    )
     head = _head_of(draft)
     if head is not None:
-        is_linear = type(head) is torch.nn.Linear and head.in_features == head.out_features
-        message = "a pair is saved with a square torch.nn.Linear as the head of its EarlyExitDraft, and this one is "
-        message += f"{head}; use such a head, or keep this one apart."
-        require(is_linear, message)  # tensors alone run no code when loaded
+        is_linear = type(head) is torch.nn.Linear and head.in_features == head.out_features  # loading it runs no code
+        require(
+            is_linear,
+            "a pair is saved with a square torch.nn.Linear as the head of its EarlyExitDraft, and this one is "
+            f"{head}; use such a head, or keep this one apart.",
+        )
 
 
 def _head_of(draft: Any) -> Any:
@@ -196,8 +203,12 @@ def _write(pair: Any, sources: dict[str, ModelSource | None], folder: Path) -> P
             pair.draft_tokenizer.save_pretrained(folder / DRAFT_FOLDER)
     config.target = sources["target"] or _write_model(pair.target, folder)
     if config.processor and pair.processor is None:
-        message = "the pair was saved with a processor, and is saved without it; set pair.processor to what "
-        warnings.warn(f"{message}AutoProcessor loads from it.", UserWarning, stacklevel=4)
+        warnings.warn(
+            "the pair was saved with a processor, and is saved without it; set pair.processor to what AutoProcessor "
+            "loads from it.",
+            UserWarning,
+            stacklevel=4,
+        )
     config.processor = pair.processor is not None
     if pair.processor is not None:
         pair.processor.save_pretrained(folder)
@@ -323,8 +334,10 @@ def _upload(api: HfApi, folder: Path, branch: Branch, commit_message: str) -> st
     files, listed_branch = list_files(api, branch)
     stale = sorted(filter(_is_saved, files))
     replaced = stale + [file for file in files if file.startswith(f"{CODE_FOLDER}/")]
-    message = f"{repo_id} is no pair, and has {replaced[:3]}, which a pair would replace; name another repository."
-    require(PAIR_CONFIG_NAME in files or not replaced, message)
+    require(
+        PAIR_CONFIG_NAME in files or not replaced,
+        f"{repo_id} is no pair, and has {replaced[:3]}, which a pair would replace; name another repository.",
+    )
     keep_card_of_others(api, folder, files, listed_branch, PAIR_CARD_MARKER)
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)

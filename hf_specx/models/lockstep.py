@@ -61,8 +61,8 @@ class LockstepRunner(TransformersCacheRunner):
         self.states.save(before[0])
         return super()._feed(batch, tokens, before, ahead, logits_to_keep)
 
-    def drop_rows(self, keep_indices: torch.Tensor) -> None:
-        super().drop_rows(keep_indices)
+    def gather_rows(self, keep_indices: torch.Tensor) -> None:
+        super().gather_rows(keep_indices)
         self.states.gather_rows(keep_indices)
 
     def _save_keys_values(self, round_: Round) -> None:

@@ -308,7 +308,7 @@ class RaggedRunner(ModelRunner):
                 self.cached_prompts = nn.functional.pad(self.cached_prompts, (0, 0, 0, more), value=-1)
             if self.first_position is not None:
                 self.first_position = nn.functional.pad(self.first_position, (0, 0, 0, more))
-        self.drop_rows(previous_indices)  # rows that come have copies of another one, until their prompts are written
+        self.gather_rows(previous_indices)  # rows that come have copies of another until their prompts are written
 
     def forget_prompts(self, rows: list[int]) -> None:
         self.donors.difference_update(rows)

@@ -25,8 +25,8 @@ from .prompts import UNLIMITED, HiddenStateTap, PreparedInputs, gather_input_row
 from .slots import (
     KeysValues,
     LayersKeysValues,
-    assemble,
     cache_name,
+    fill_returned_cache,
     gather_cache_rows,
     keys_values_of,
     pop_layers,
@@ -135,8 +135,9 @@ class ModelRunner:
         has_all_prompt_logits: whether `prompt_logits` are of all rows, and not of refills alone.
         prompt_hidden: hidden states [B, L, H] of these prompts, right-aligned; None unless they are wanted.
         num_computed_tokens: [B], how many of each row's tokens after its prompt are in the cache, from the first on.
-            Candidates of the last forward are among them until `limit_computed_tokens` takes off what was rejected.
-            Slots beyond these hold what is never seen, and overwritten.
+            Candidates of the last forward are among them, also rejected ones: of a target until its next forward, of a
+            draft until its drafter calls `limit_computed_tokens`. Slots beyond these hold what is never seen, and
+            overwritten.
         pads: [B] int64, leading slots without a token; `pad_counts` are the same numbers as a list.
         gaps: [B, width] bool, slots after the pads that `attention_mask` hides; None if there are none.
         first_position: [..., B, 1], the position of each row's first token after its prompt; None where the model
@@ -350,14 +351,14 @@ class ModelRunner:
         if self.prompt.returns_cache and (round_.finished or round_.keep_indices is not None):
             self._save_keys_values(round_)
         if round_.keep_indices is not None:
-            self.drop_rows(round_.keep_indices)
+            self.gather_rows(round_.keep_indices)
             self.forget_prompts([row for row in round_.rows if row not in round_.batch.rows])
 
     def forget_prompts(self, rows: list[int]) -> None:
         """Copy nothing for later prompts from these rows, which have left: their slots will be others'."""
 
-    def drop_rows(self, keep_indices: torch.Tensor) -> None:
-        """Keep only those of the decoding rows [R] that are at indices `keep_indices` [R']."""
+    def gather_rows(self, keep_indices: torch.Tensor) -> None:
+        """Go on with the rows at indices `keep_indices` [R'] of the decoding ones, in this order, some also twice."""
         gather_cache_rows(self.cache, keep_indices)
         self._gather_inputs(keep_indices)
 
@@ -419,7 +420,8 @@ class ModelRunner:
         for index, row in enumerate(self.last_rows):
             rows[row] = self.row_keys_values(index, row)
         slots_of_all = None if self.saved_keys_values else self.common_slots(length)
-        return assemble(past, self_attention(self.cache), rows, ends, length, slots_of_all, self.cross_attention)
+        source = self_attention(self.cache)
+        return fill_returned_cache(past, source, rows, ends, length, slots_of_all, self.cross_attention)
 
     def _token_types(self, count: int) -> dict[str, torch.Tensor]:
         """Token types [R, count] of the next tokens, by name: as in `generate` that of the last token, or text."""

@@ -12,8 +12,9 @@ from tqdm import tqdm
 from hf_specx.common.chats import chat_text, check_template_options, token_ids
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Round
+from hf_specx.engine.check_arguments import check_generate_many
 from hf_specx.engine.check_inputs import MAX_SEED
-from hf_specx.engine.entry import check_generate_many, setting
+from hf_specx.engine.entry import setting
 from hf_specx.engine.queue import RequestQueue
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.requests import Request
@@ -79,10 +80,14 @@ def complete(
     check_template_options(template_options, f"chat_template_kwargs={brief(chat_template_kwargs)}")
     completer = Completer(pair, batch_size, seed, options)
     copies = num_return_sequences
-    message = f"num_return_sequences={brief(copies)} is not an int of 1 or more; give one."
-    require(is_int(copies) and copies >= 1, message)
-    message = f"num_return_sequences={copies} greedy texts would be the same; pass do_sample=True."
-    require(copies == 1 or bool(setting("do_sample", pair.target, options)), message)
+    require(
+        is_int(copies) and copies >= 1,
+        f"num_return_sequences={brief(copies)} is not an int of 1 or more; give one.",
+    )
+    require(
+        copies == 1 or bool(setting("do_sample", pair.target, options)),
+        f"num_return_sequences={copies} greedy texts would be the same; pass do_sample=True.",
+    )
     prompts = _numbered(pair.tokenizer, texts, copies, template_options)
     if out is None:
         return _to_list(completer, list(prompts))
@@ -96,8 +101,10 @@ def _check_texts(texts: Any) -> None:
     prompts = texts if isinstance(texts, list) else []
     is_several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
     is_message = any(isinstance(prompt, dict) and {"role", "content"} <= prompt.keys() for prompt in prompts)
-    message = f"texts={brief(texts)} is no list of texts, or of lists of messages; put a single prompt into a list."
-    require(is_several and not is_message, message)
+    require(
+        is_several and not is_message,
+        f"texts={brief(texts)} is no list of texts, or of lists of messages; put a single prompt into a list.",
+    )
     for index, prompt in enumerate(prompts):
         prompt_and_fields(prompt, f"prompt {index}")
 
@@ -230,15 +237,19 @@ class Completer:
 
     def _check(self) -> None:
         """Raise ValueError if not even a short prompt can be completed, before all others are read and refused."""
-        message = f"seed={self.seed} is outside of what a torch generator takes; give an int from 0, well below 2**63."
-        require(is_int(self.seed) and 0 <= self.seed < MAX_SEED - MAX_PROMPTS, message)
-        message = "the pair has no tokenizer to read texts with; DraftTargetPair(target, draft, tokenizer) gives it "
-        require(self.pair.tokenizer is not None, f"{message}one.")
-        message = (
-            "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; "
-            "load a copy of the pair on each process, or call pair.generate with as many rows on each."
+        require(
+            is_int(self.seed) and 0 <= self.seed < MAX_SEED - MAX_PROMPTS,
+            f"seed={self.seed} is outside of what a torch generator takes; give an int from 0, well below 2**63.",
         )
-        require(not synced_by_default(*self.pair.models), message)
+        require(
+            self.pair.tokenizer is not None,
+            "the pair has no tokenizer to read texts with; DraftTargetPair(target, draft, tokenizer) gives it one.",
+        )
+        require(
+            not synced_by_default(*self.pair.models),
+            "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; "
+            "load a copy of the pair on each process, or call pair.generate with as many rows on each.",
+        )
         options = dict(self.options)
         strategy = self.pair.strategy_for(options)
         max_batch_tokens = options.pop("max_batch_tokens", None)

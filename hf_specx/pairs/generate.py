@@ -22,16 +22,8 @@ from hf_specx.drafting.forward_times import ForwardTimes
 from hf_specx.drafting.heads.mtp import MtpDraft
 from hf_specx.drafting.schedule import explicit_draft_settings
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.engine.entry import (
-    bind_stop_strings,
-    check_assistant_model,
-    check_entry,
-    check_values,
-    known_arguments,
-    prepared_inputs,
-    setting,
-    unset,
-)
+from hf_specx.engine.check_arguments import check_assistant_model, check_entry, check_values, known_arguments
+from hf_specx.engine.entry import bind_stop_strings, prepared_inputs, setting, unset
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import find_draft
 
@@ -70,8 +62,10 @@ def generate(
             used. With `custom_generate`, that is called instead.
     """
     if model is None or hasattr(inputs, "can_generate"):
-        message = "the target is given by name: hf_specx.generate(ids, model=model, draft_model=draft); and as "
-        raise TypeError(f"{message}custom_generate= in a call of model.generate give SpeculativeDecoding(draft)")
+        raise TypeError(
+            "the target is given by name: hf_specx.generate(ids, model=model, draft_model=draft); and as "
+            "custom_generate= in a call of model.generate give SpeculativeDecoding(draft)"
+        )
     with EndStreamerOnError(kwargs.get("streamer")) as streamer_end:
         model = unwrapped(model)
         check_entry(model, kwargs.get("custom_generate"))
@@ -131,10 +125,11 @@ def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft 
     """
     num_tokens = setting("prompt_lookup_num_tokens", model, kwargs)
     ngram_size = setting("max_matching_ngram_size", model, kwargs)
-    message = (
+    require(
+        num_tokens is not None or kwargs.get("max_matching_ngram_size") is None,
         f"max_matching_ngram_size={ngram_size} is for prompt_lookup_num_tokens, which is not given; give both, or "
+        "leave it out.",
     )
-    require(num_tokens is not None or kwargs.get("max_matching_ngram_size") is None, f"{message}leave it out.")
     if num_tokens is None:
         return None
     check_number("prompt_lookup_num_tokens", num_tokens)
@@ -211,11 +206,12 @@ def check_before_loading(inputs: Any, model: PreTrainedModel, kwargs: dict[str, 
         value = arguments.get(name)
         require(value is None or isinstance(value, expected), f"{name} is {kind(value)}; pass {remedy}.")
     check_values(arguments)
-    message = (
-        "cache_implementation='paged' turns generate into continuous batching, which takes no strategy; leave it "
-    )
     is_paged = kwargs.get("cache_implementation") == "paged"
-    require(not is_paged, f"{message}out, or call generate_batch without a draft.")
+    require(
+        not is_paged,
+        "cache_implementation='paged' turns generate into continuous batching, which takes no strategy; leave it "
+        "out, or call generate_batch without a draft.",
+    )
     names = [*NOT_OF_TRANSFORMERS, *vars(GenerationConfig())]
     for name in sorted(kwargs.keys() - {*NOT_OF_TRANSFORMERS, *LOADER_OPTIONS} - known_arguments(model)):
         if similar(name, names):  # others may be what the model reads

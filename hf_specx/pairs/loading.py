@@ -169,8 +169,7 @@ def _check_used(models: dict[str, Any], for_target: dict[str, Any], draft_device
         else:
             continue
         for name, value in options.items():
-            message = f"{name}= says how the {role} is loaded, and the {role} {reason}; leave it out."
-            require(value is None, message)
+            require(value is None, f"{name}= says how the {role} is loaded, and the {role} {reason}; leave it out.")
 
 
 def _tokenizers(

@@ -13,7 +13,7 @@ from hf_specx.common.errors import kind, require
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.heads.draft_names import with_loaded_drafts, with_weightless_drafts
-from hf_specx.engine.entry import check_entry, check_pair_call
+from hf_specx.engine.check_arguments import check_entry, check_pair_call
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import recommended
@@ -77,8 +77,14 @@ class DraftTargetPair(NoModel):
     ):
         self._target: PreTrainedModel = unwrapped(target)
         check_entry(self._target)
-        message = f"config is {kind(config)}; pass a PairConfig, and a tokenizer of the draft as draft_tokenizer=."
-        require(config is None or isinstance(config, PairConfig), message)
+        require(
+            config is None or isinstance(config, PairConfig),
+            f"config is {kind(config)}; pass a PairConfig, and a tokenizer of the draft as draft_tokenizer=.",
+        )
+        require(
+            not isinstance(tokenizer, ProcessorMixin),
+            f"tokenizer is {kind(tokenizer)}; pass its .tokenizer, and itself as processor=.",
+        )
         self._draft: PairDraft = unwrapped_draft(with_loaded_drafts(with_weightless_drafts(draft), self._target))
         self.tokenizer, self.processor = tokenizer, processor
         self.draft_tokenizer = tokenizer if draft_tokenizer is None else draft_tokenizer

@@ -188,13 +188,13 @@ class CoupledVerifier(Verifier):
 
     def top_candidates(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Drawn:
         probs, _ = distribution(scores)
-        noise = self._noise_at(batch, probs.view(len(probs), -1, probs.shape[-1])[:, :1], ahead)
-        weights = probs / noise.view(-1, *[1] * (probs.ndim - 2), probs.shape[-1])
+        of_nodes = probs.view(len(probs), -1, probs.shape[-1])  # [R, n, V]; n is 1 for scores [R, V]
+        weights = of_nodes / self._noise_at(batch, of_nodes[:, :1], ahead)  # all nodes are at one position
         greedy = [batch.row_states[row].greedy for row in batch.rows]
         if any(greedy):  # all but one of the probabilities are 0 there
-            is_greedy = to_device_async(greedy, probs.device).view(-1, *[1] * (probs.ndim - 1))
-            weights = torch.where(is_greedy, scores, weights)
-        return weights.topk(count).indices, probs
+            is_greedy = to_device_async(greedy, probs.device)[:, None, None]
+            weights = torch.where(is_greedy, scores.view_as(weights), weights)
+        return weights.topk(count).indices.view(*scores.shape[:-1], count), probs
 
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         probs, undefined = distribution(scores)

@@ -22,8 +22,8 @@ from hf_specx.common.drafts import DRAFT_FOLDER, NEW_HEADS, read_draft
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.heads.head import DraftHead
+from hf_specx.engine.check_arguments import check_entry
 from hf_specx.engine.check_models import check_pair, check_target
-from hf_specx.engine.entry import check_entry
 from hf_specx.engine.reasons import reasons_in_model
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.pair_config import PairConfig

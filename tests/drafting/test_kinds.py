@@ -67,8 +67,9 @@ def assert_drafted(target: PreTrainedModel, kind: str, layout: str, rows: int, s
     """The text is plain's in fewer forwards, also with what an earlier call has left in a pool."""
     draft = DRAFTS[kind](target)
     strategy = SpeculativeDecoding(draft, num_draft_tokens=5, layout=layout, verification="coupled")
+    call, counts = settings | {"max_new_tokens": 40, "pad_token_id": 0}, None
     for _ in range(2):
-        counts = assert_plain(target, strategy, few_tokens(rows), **settings, max_new_tokens=40, pad_token_id=0)
+        counts = assert_plain(target, strategy, few_tokens(rows), before=counts, **call)
     assert strategy.report.accepted > 0
     # an early exit is counted by layers, in its own file
     assert layout == "lockstep" or kind == "early exit" or counts.forwards < counts.plain

@@ -52,6 +52,13 @@ def state_of(model: PreTrainedModel) -> tuple:
     return model.training, names, config.to_dict(), [parameter._version for parameter in model.parameters()]
 
 
+def test_a_strategy_in_the_place_of_a_generation_config(forwards: list):
+    """As the second argument of `generate`."""
+    with pytest.raises(AttributeError, match="is no GenerationConfig; give a strategy by its name, as custom_gen"):
+        get("target").generate(prompts(2)["input_ids"], SpeculativeDecoding(get("draft")))
+    assert not forwards
+
+
 @pytest.mark.parametrize(("message", "misuse"), CASES, ids=[message for message, _ in CASES])
 def test_misuse(message: str, misuse: Callable[[], object], before: dict, forwards: list):
     with pytest.raises((ValueError, TypeError), match=message):

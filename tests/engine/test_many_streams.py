@@ -108,7 +108,7 @@ def test_rows_that_come_later_are_independent_of_others(verification: str):
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-def test_compiled_forwards_have_places_for_more_rows(traced: None):
+def test_compiled_forwards_have_places_for_more_rows(untraced: None):
     target, asked = tiny(num_hidden_layers=1), requests(8)
     expected = {index: alone(target, request, **GREEDY) for index, request in enumerate(asked)}
     strategy = coupled(target, 0.2, num_draft_tokens=2, compile=True)

@@ -182,9 +182,10 @@ def test_rows_of_a_queue(do_sample: bool, draft: str):
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
 @pytest.mark.parametrize(("do_sample", "model_type", "rows"), each_value([False, True], ["llama", "smollm3"], [1, 3]))
-def test_compiled_forwards(traced: None, do_sample: bool, model_type: str, rows: int):
-    target, inputs = tiny(model_type).double(), prompts(rows)
-    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 30, "pad_token_id": 0}
+def test_compiled_forwards(request: pytest.FixtureRequest, do_sample: bool, model_type: str, rows: int):
+    request.getfixturevalue("traced" if model_type == "llama" else "untraced")
+    target = tiny(model_type, **{} if model_type == "smollm3" else {"num_hidden_layers": 1}).double()
+    inputs, settings = prompts(rows), {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 30, "pad_token_id": 0}
     for draft in (trees_of(target, inputs, **settings), near(target, 0.1)):
         strategy = SpeculativeDecoding(draft, num_draft_tokens=3, tree=9, compile=True)
         assert_plain(target, strategy, inputs, **settings)

@@ -89,7 +89,7 @@ CASES = [
     ("layout is 'os.system'", said("layout", "os.system")),
     ("tree is True", said("tree", True)),
     (r"table\['2'\]: draft is -1.0, no time; measure it anew with specx tune", costs(draft=-1.0)),
-    (rf"{TIMES}\['5'\] is inf, which nothing measures", costs(target={"1": 1.0, "5": float("inf")})),
+    (rf"{TIMES}\['5'\] is inf, no positive finite number", costs(target={"1": 1.0, "5": float("inf")})),
     (f"{TIMES} is .*, not for 1 and at least one more number", costs(target={"2": 1.0, "3": 2.0})),
     (rf"{TIMES} is \[\[.*, not dict", costs(target=json.loads("[" * 500 + "]" * 500))),
     ("rounds.* is '1000'", rounds({"2": {"1000": 1.0}})),

@@ -27,9 +27,10 @@ NEW_TOKENS = 21
 
 def assert_equals_stock(target: PreTrainedModel, drafts: dict[str, PreTrainedModel], layout: str, **call):
     """Returns stock's tokens."""
+    compared = None
     for draft in drafts.values():
         strategy = SpeculativeDecoding(draft, num_draft_tokens=DRAFT_TOKENS, verification="coupled", layout=layout)
-        compared = assert_plain(target, strategy, {}, lambda: copy.deepcopy(call), seed=4)
+        compared = assert_plain(target, strategy, {}, lambda: copy.deepcopy(call), seed=4, before=compared)
     return compared.text
 
 

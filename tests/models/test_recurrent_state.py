@@ -23,9 +23,10 @@ def test_equals_stock(model_type: str, mode: str, rows: int):
     inputs, settings = zoo.inputs(target, rows), MODES[mode] | {"max_new_tokens": NEW_TOKENS}
     if rows > 1:
         settings |= {"eos_token_id": [5, 6, 7]}  # so that rows leave
+    compared = None
     for noise in (0.0, 0.02, 0.3):
         strategy = coupled(target, noise)
-        compared = assert_plain(target, strategy, inputs, **settings)
+        compared = assert_plain(target, strategy, inputs, before=compared, **settings)
         rounds = strategy.report.rounds
         # the prompt, and at the end perhaps a single step; convolutions alone are cropped, else what was accepted of a
         # round is fed again

@@ -180,10 +180,10 @@ def test_greedy_text_is_that_of_stock_with_the_assistant(kind: str):
 
 @pytest.mark.parametrize(("rows", "settings"), each_value([1, 3, 8], [GREEDY, SAMPLED, SAMPLED | PENALTIES]))
 def test_texts_are_those_of_plain_generate(rows: int, settings: dict[str, Any]):
-    target, assistant = pair()
+    (target, assistant), call, compared = pair(), settings | {"max_new_tokens": 30}, None
     for number in ("auto", 4):
         strategy = SpeculativeDecoding(assistant, num_draft_tokens=number, verification="coupled")
-        compared = assert_plain(target, strategy, left_padded(rows), **settings | {"max_new_tokens": 30})
+        compared = assert_plain(target, strategy, left_padded(rows), before=compared, **call)
     assert compared.forwards < compared.plain or settings is GREEDY
     assert strategy.report.accepted > 0
 
@@ -243,7 +243,7 @@ def test_grammars(assistant: dict[str, Any]):
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-@pytest.mark.parametrize("kind", ["E2B", "31B", pytest.param("12B", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["E2B", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("31B", "12B"))])
 def test_compiled_targets(kind: str, traced: None):
     """Buffers with idle rows, and rings of a fixed length."""
     target, assistant = pair(kind)
