@@ -11,7 +11,7 @@ from hf_specx.common.chats import token_ids
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import padded_rows
-from hf_specx.common.wrappers import vocabulary
+from hf_specx.common.wrappers import reads_text, vocabulary
 from hf_specx.pairs.complete import EMPTY
 from hf_specx.pairs.pair import DraftTargetPair
 
@@ -20,7 +20,7 @@ Inputs = dict[str, torch.Tensor]  # input_ids and attention_mask [B, L] int64
 MAX_NEW_TOKENS = 128  # where neither the call nor the model says how many
 
 
-def settings_of(
+def generation_settings(
     target: PreTrainedModel, options: dict[str, Any], max_new_tokens: int = MAX_NEW_TOKENS
 ) -> dict[str, Any]:
     """The settings of a call: `options`, and what they leave out as the target's generation config says.
@@ -106,7 +106,9 @@ def padded_batch(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 
 
 def _check_room(target: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
-    """Raise ValueError unless a model has positions for prompt and new tokens, of which an encoder reads the first."""
+    """Raise ValueError unless a model reads prompts and has positions for them and, without an encoder, new tokens."""
+    name, reads = type(target).__name__, target.main_input_name
+    require(reads_text(target), f"{name} reads {reads}, and prompts are texts; time calls of its generate in Python.")
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     tokens = prompt_tokens if target.config.is_encoder_decoder else prompt_tokens + new_tokens
     require(

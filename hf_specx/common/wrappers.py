@@ -116,6 +116,11 @@ def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
     return decoder
 
 
+def reads_text(model: PreTrainedModel) -> bool:
+    """Whether prompts of a model may be texts alone; an encoder may read sounds or images in their place."""
+    return not model.config.is_encoder_decoder or model.main_input_name == "input_ids"
+
+
 def vocabulary(model: PreTrainedModel) -> int:
     """How many token ids a model scores."""
     head = model.get_output_embeddings()
@@ -178,4 +183,6 @@ class NoModel:
                     " and is no model; give the model itself (of a pair its .target), and the strategy (of a pair its "
                     ".strategy) as custom_generate=, as in pipeline(task, model=model)(text, custom_generate=strategy)"
                 )
+            if name == "update":  # of a generation config, the second argument of `generate`
+                message += " and is no GenerationConfig; give a strategy by its name, as custom_generate=strategy"
             raise AttributeError(message)

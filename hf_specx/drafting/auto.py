@@ -108,7 +108,8 @@ class AcceptanceEstimate:
         """Count a round.
 
         Args:
-            acceptance: for each row that took part `Verdict.acceptance` at its own candidates, of which there is one.
+            acceptance: for each row that took part `Verdict.prefix_acceptance` at its own candidates, of which there
+                is one.
         """
         deepest = max(map(len, acceptance))
         self.depths += [Tally() for _ in range(deepest - len(self.depths))]

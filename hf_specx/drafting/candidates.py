@@ -111,7 +111,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             if len(batch.counts) > self.num_prompts:
                 runner.add_rows(batch, batch.index.where(batch.index < self.num_prompts, 0))
             elif len(batch.rows) < len(batch.counts):
-                runner.drop_rows(batch.index)
+                runner.gather_rows(batch.index)
             self.has_prefilled = True
         if self.unread_rows:
             new_rows = [row for row in batch.rows if row in self.unread_rows]
@@ -197,16 +197,17 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     def _choose(
         self, batch: Batch, scores: torch.Tensor, position: int, draws: list[bool], depths: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The choices [R, n] at a position, the candidate first, and q, as of `Verifier.choose`.
+        """The choices [R, n] at a position, the candidate first, and q, as of `Verifier.draw_candidates`.
 
         In a chain the candidate is the only one. `draws` [R] says which rows take it from the draft model, and
         `depths` [R] how deep their trees go.
         """
         if self.tree_shapes is None:
-            token, drawn_from = self.verifier.choose(batch, scores, position, [position + draw for draw in draws])
+            lengths = [position + draw for draw in draws]
+            token, drawn_from = self.verifier.draw_candidates(batch, scores, position, lengths)
             return token[:, None], drawn_from
         number = min(self.tree_shapes.num_choices(position, depths, self.tree_kind), scores.shape[-1])
-        return self.verifier.rank(batch, scores, position, number)
+        return self.verifier.top_candidates(batch, scores, position, number)
 
     def _confident_part(self, draft: Draft) -> Draft:
         """The candidates of each row before the first that the draft itself takes back."""
@@ -254,7 +255,8 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             num_fed = emitted_before if is_free else emitted_before + num_first
             self.runner.limit_computed_tokens(row, min(num_fed, done.batch.counts[row] - 1))
         if done.keep_indices is not None:
-            self.runner.drop_rows(done.keep_indices)
+            self.runner.gather_rows(done.keep_indices)
+            self.runner.forget_prompts([row for row in done.rows if row not in done.batch.rows])
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return lambda count: self._ready(batch).dummy_run(batch, count)

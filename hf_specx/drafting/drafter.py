@@ -90,8 +90,7 @@ class Drafter(Protocol):
         proposes_trees: whether drafts may have `parents`, where a call takes trees; it is then coupled, or greedy.
         needs_hidden: whether it reads `Round.forward.hidden`; `hidden_state_taps`: where in the target, by default
             after its final norm; `all_prompt_hidden`: whether it reads those of all tokens of a prompt, or the last.
-        max_candidates: the most candidates of a round that it finds; None for any number. It is also what
-            `num_draft_tokens="auto"` means for it, unless it `drafts_blocks`: such a number it finds by itself.
+        max_candidates: the most candidates of a round that it finds; None for any number.
         drafts_blocks: whether one step finds all candidates of a round; "auto" then chooses how many are judged, or
             none.
         has_other_tokenizer: whether its model has another tokenizer than the target; `tokenizer_match` says how
@@ -168,6 +167,14 @@ class Drafter(Protocol):
         nothing.
         """
         return None
+
+    @property
+    def finds_own_number(self) -> bool:
+        """Whether `num_draft_tokens="auto"` is always `max_candidates`, of which it proposes as many as seem right.
+
+        Else "auto" chooses a number up to that. By default those with a most do, unless they `drafts_blocks`.
+        """
+        return self.max_candidates is not None and not self.drafts_blocks
 
     @property
     def candidates_per_step(self) -> int:

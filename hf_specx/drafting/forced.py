@@ -158,15 +158,15 @@ def apply_masks(
     num_drafted = [min(pair) for pair in zip(num_usable, forced_run.lengths, strict=True)]
     lengths = forced_run.lengths if add_forced_tokens else num_drafted
     acceptance = None
-    if draft.acceptance is not None:
-        rows = zip(draft.acceptance, num_drafted, lengths, strict=True)
+    if draft.prefix_acceptance is not None:
+        rows = zip(draft.prefix_acceptance, num_drafted, lengths, strict=True)
         acceptance = [_with_forced(of_row, number, length) for of_row, number, length in rows]
     return draft._replace(
         tokens=to_device_async(columns, batch.ids.device).T if columns else draft.tokens[:, :0],
         lengths=lengths,
         source=draft.source if any(num_drafted) or not any(lengths) else "forced",
         forced=forced_run.forced if add_forced_tokens else None,
-        acceptance=acceptance,
+        prefix_acceptance=acceptance,
         host_tokens=columns,
     )
 

@@ -54,6 +54,10 @@ class SeveralDrafts(Drafter):
             self.has_other_tokenizer = self.model_part.has_other_tokenizer
             self.tokenizer_match = self.model_part.tokenizer_match
 
+    @property
+    def finds_own_number(self) -> bool:
+        return any(part.finds_own_number for part in self.timed)
+
     def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         for part in self.parts:
             part.check(vocab_size, tokenizer)
@@ -92,7 +96,7 @@ class SeveralDrafts(Drafter):
             return drafts[0]
         acceptance = []  # that is expected of each other part and row
         for part, draft in enumerate(drafts):
-            acceptance.append(draft.acceptance or self._expected_acceptance(batch, part, draft.lengths))
+            acceptance.append(draft.prefix_acceptance or self._expected_acceptance(batch, part, draft.lengths))
         num_accepted = [[sum(of_row) for of_row in of_part] for of_part in acceptance]
         self.chosen = [of_row.index(max(of_row)) for of_row in zip(*num_accepted, strict=True)]
         model = len(drafts)  # the number of the model's part

@@ -209,7 +209,7 @@ class SuffixDraft(Drafter):
             if all(of_row == tuple(range(-1, len(of_row) - 1)) for of_row in parents):
                 parents = None  # chains, which forced tokens may follow
         return Draft(
-            tokens, num_candidates, None, "suffix", acceptance=acceptance, host_tokens=columns, parents=parents
+            tokens, num_candidates, None, "suffix", prefix_acceptance=acceptance, host_tokens=columns, parents=parents
         )
 
     def _best(self, chances: list[list[float]]) -> int:

@@ -10,7 +10,7 @@ from hf_specx.common.errors import check_names, is_int, kind, one_of, require, r
 
 
 VERIFICATIONS = ("token", "block", "coupled")
-MOST_NODES = 64  # of a tree, so that masks and scores of a round stay small beside what they save
+MAX_NODES = 64  # of a tree, so that masks and scores of a round stay small beside what they save
 NEEDED = {  # option: (attributes that it must have, remedy)
     "streamer": (("put", "end"), "pass a TextStreamer or another BaseStreamer"),
     "tokenizer": (("get_vocab",), "pass what AutoTokenizer.from_pretrained gives"),
@@ -21,8 +21,8 @@ NEEDED = {  # option: (attributes that it must have, remedy)
 
 def check_tree(tree: Any, where: str = "") -> None:
     """Raise ValueError if this is no number of nodes."""
-    rest = f"is no number of nodes; give an int from 1 to {MOST_NODES}, 'auto', or False for a chain."
-    is_number = is_int(tree) and 1 <= tree <= MOST_NODES
+    rest = f"is no number of nodes; give an int from 1 to {MAX_NODES}, 'auto', or False for a chain."
+    is_number = is_int(tree) and 1 <= tree <= MAX_NODES
     require_option(tree is False or is_number or tree == "auto", f"{where}tree", tree, rest)
 
 
@@ -47,8 +47,8 @@ def check_options(
     """
     message = (
         "SpeculativeDecoding takes one draft (or a list of them), and its options by name. If custom_generate= was "
+        "given this class, give it an object: custom_generate=SpeculativeDecoding(draft_model)."
     )
-    message += "given this class, give it an object: custom_generate=SpeculativeDecoding(draft_model)."
     require(not misplaced, message)
     check_names("SpeculativeDecoding", unknown, ["draft_model", *options], f"known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"])
@@ -59,5 +59,7 @@ def check_options(
     require(isinstance(compile, bool), f"compile={compile!r} is not a bool; use True or False.")
     for name, (needed, remedy) in NEEDED.items():
         value = options[name]
+        if hasattr(value, "tokenizer"):  # of sounds or images
+            remedy = "it is a processor; pass its .tokenizer"
         message = f"{name} is {kind(value)} without {' and '.join(needed)}; {remedy}, or leave it out."
         require(value is None or all(hasattr(value, each) for each in needed), message)

@@ -16,11 +16,11 @@ from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.per_request import RequestStopping
 
 from .ranks import synced_by_default
-from .requests import CancelCriteria, Completion, Piece, PreparedRequest, RequestPreparer, as_request
+from .requests import CancelCriteria, Completion, Piece, PreparedRequest, Request, RequestPreparer, as_request
 
 
 KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
-MAX_UNUSED_COLUMNS = 4096  # before all prompts of a batch, left over from a longer prompt
+MAX_UNUSED_COLUMNS = 4096  # columns of pads before all prompts, kept after a longer prompt has ended
 
 
 class RequestQueue:
@@ -51,8 +51,11 @@ class RequestQueue:
         logprobs: bool = False,
         streams: bool = False,
     ):
-        message = "a model is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
-        require(not synced_by_default(*models), message + "load a copy on each process, or call generate for batches.")
+        message = (
+            "a model is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; load a "
+            "copy on each process, or call generate for batches."
+        )
+        require(not synced_by_default(*models), message)
         self.iterator, self.preparer = iter(requests), RequestPreparer(models[0], options)
         self.max_batch_tokens, self.logprobs, self.streams = max_batch_tokens, logprobs, streams
         self.num_requests = 0
@@ -65,6 +68,10 @@ class RequestQueue:
         self.completed: list[Completion] = []
         self.new_tokens: dict[int, list[int]] = {}  # by request, since the last `pop`
         self.iterable_error: Exception | None = None
+
+    def check_options(self) -> None:
+        """Raise ValueError if the options of the call serve no request, not even one of a single token."""
+        self._check_room(self.preparer.prepare_request(0, Request([0], seed=0)))
 
     def begin_batch(self, rows: int) -> bool:
         """Take as many requests as may share a batch of at most so many rows; False if there is none now."""
@@ -87,7 +94,9 @@ class RequestQueue:
 
     def run_each_alone(self) -> None:
         """Let the requests of the batch that has begun wait again, and decode each request alone."""
-        self.put_back, self.all_run_alone = self.batch_requests, True
+        next_ones = [] if self.next is None else [self.next]
+        self.put_back, self.next = [*self.batch_requests, *next_ones, *self.put_back], None
+        self.all_run_alone = True
 
     def batch_inputs(self) -> PreparedInputs:
         """What `generate` prepares for the batch: rows with pads, or one request that runs alone, as any call."""
@@ -115,32 +124,33 @@ class RequestQueue:
     def next_requests(self, batch: Batch, ended: list[int]) -> dict[int, PreparedRequest]:
         """The next requests, taken for the places of rows that have ended and for those that are free, by row."""
         requests: dict[int, PreparedRequest] = {}
-        present = {row: batch.row_states[row].request for row in batch.rows}
+        present = [batch.row_states[row].request for row in batch.rows if row not in ended]
         free = [row for row in range(self.max_rows) if row not in batch.rows]
         for row in [*ended, *free]:
             request = self._peek()
             if request is None or request.runs_alone:
                 break
-            others = [other for number, other in (present | requests).items() if number != row]
-            widest = max(len(each.input_ids) for each in [request, *others])
+            together = [*present, *requests.values(), request]
+            widest = max(len(each.input_ids) for each in together)
             # if a prompt was much longer than those that are left, forwards would go on reading that width
             too_wide = batch.width - widest > max(MAX_UNUSED_COLUMNS, widest)
-            if not too_wide and self._fits([request, *others], max(len(batch.row_states), row + 1), batch.width):
-                requests[row] = self._take()
+            if too_wide or not self._fits(together, max(len(batch.row_states), row + 1), batch.width):
+                break
+            requests[row] = self._take()
         return requests
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Complete the requests of rows that ended in a round."""
-        row_states = done.batch.row_states
-        for index, row in enumerate(done.rows if self.logprobs else ()):
-            row_states[row].logprobs += _logprobs(done, index, row)
-        for row, tokens in zip(done.rows, done.tokens, strict=True) if self.streams else ():
+        row_states = round_.batch.row_states
+        for index, row in enumerate(round_.rows if self.logprobs else ()):
+            row_states[row].logprobs += _logprobs(round_, index, row)
+        for row, tokens in zip(round_.rows, round_.tokens, strict=True) if self.streams else ():
             self.new_tokens.setdefault(row_states[row].request.index, []).extend(tokens)
-        for row in done.ended:
+        for row in round_.ended:
             row_state = row_states[row]
             if row_state.dead_end is None:
                 self.complete(
-                    row_state.request, list(row_state.emitted_ids), done.batch.row(row)[None], row_state.logprobs
+                    row_state.request, list(row_state.emitted_ids), round_.batch.row(row)[None], row_state.logprobs
                 )
             else:
                 _, error = row_state.dead_end
@@ -169,7 +179,7 @@ class RequestQueue:
 
     def refuse(self, index: int, error: Exception) -> None:
         """Complete a request as one that cannot be served; the others go on."""
-        self.completed.append(Completion(index, None, "refused", error=f"request {index}: {error}"))
+        self.completed.append(Completion(index, None, "refused", error=str(error)))
 
     def complete_alone(self, output: Any) -> None:
         """Complete the request that has run alone, by the output of its call."""
@@ -254,11 +264,11 @@ class RequestQueue:
         return self.max_batch_tokens is None or max(rows, len(requests)) * longest <= self.max_batch_tokens
 
 
-def _logprobs(done: Round, index: int, row: int) -> list[tuple[float, float]]:
+def _logprobs(round_: Round, index: int, row: int) -> list[tuple[float, float]]:
     """Log-probabilities of the tokens that a row emitted in a round: after all processors, and of the model."""
-    number, first = done.emitted[index], done.batch.width + done.emitted_before[index]
-    tokens = done.batch.ids[row, first : first + number, None]
-    return _of_tokens(tokens, done.scores[index, :number], done.forward.logits[index, :number])
+    number, first = round_.emitted[index], round_.batch.width + round_.emitted_before[index]
+    tokens = round_.batch.ids[row, first : first + number, None]
+    return _of_tokens(tokens, round_.scores[index, :number], round_.forward.logits[index, :number])
 
 
 def _of_tokens(tokens: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> list[tuple[float, float]]:

@@ -119,13 +119,22 @@ def draft_prompt(draft: PreTrainedModel, target: PreparedInputs) -> PreparedInpu
         inputs = _for_decoder(shared, draft, target)
         if target.model.config.is_encoder_decoder and "encoder_outputs" in names:
             inputs["encoder_outputs"] = target.kwargs["encoder_outputs"]
-    prompt = prepare(draft, target.max_new_tokens, {name: x for name, x in inputs.items() if x is not None})
+    dtypes = target.model.dtype, draft.dtype
+    inputs = {name: _in_dtype(value, *dtypes) for name, value in inputs.items() if value is not None}
+    prompt = prepare(draft, target.max_new_tokens, inputs)
     prompt = replace(prompt, max_new_tokens_now=target.max_new_tokens_now, synced_gpus=target.synced_gpus)
     if not draft.config.is_encoder_decoder and prompt.past is not None:
         prompt.generation_config.prefill_chunk_size = target.generation_config.prefill_chunk_size
     if "encoder_outputs" in inputs and not draft.config.is_encoder_decoder:  # by default it caches the text alone
         prompt.kwargs[CACHE] = EncoderDecoderCache(DynamicCache(), DynamicCache())
     return prompt
+
+
+def _in_dtype(value: Any, dtype: torch.dtype, draft_dtype: torch.dtype) -> Any:
+    """An input in a draft's precision if it has the target's, as sounds and encodings do; any other as it is."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _in_dtype(part, dtype, draft_dtype) for name, part in value.items()})
+    return value.to(draft_dtype) if isinstance(value, torch.Tensor) and value.dtype == dtype else value
 
 
 def _for_both_sides(shared: dict[str, Any], draft: PreTrainedModel, target: PreparedInputs) -> dict[str, Any]:

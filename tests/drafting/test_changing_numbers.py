@@ -114,7 +114,7 @@ class ByThePast(DraftLengthSchedule):
         super().__init__(2)
 
     def observe(self, done: Round) -> None:
-        mean_kept = sum(map(sum, done.acceptance)) / len(done.acceptance)
+        mean_kept = sum(map(sum, done.prefix_acceptance)) / len(done.prefix_acceptance)
         self.num_draft_tokens = 3 if mean_kept > 1.0 else int(max(done.draft.lengths) != 1)
 
 
@@ -129,7 +129,7 @@ class EachByItsPast(ByThePast):
         return self.of_rows.get(row, self.num_draft_tokens)
 
     def observe(self, done: Round) -> None:
-        for row, chances in zip(done.rows, done.acceptance, strict=True):
+        for row, chances in zip(done.rows, done.prefix_acceptance, strict=True):
             self.of_rows[row] = 3 if sum(chances) > 1.0 else int(len(chances) != 1)
 
 

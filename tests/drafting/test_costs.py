@@ -277,7 +277,9 @@ ROUNDS = {
 
 @pytest.mark.parametrize("way", [*ROUNDS, "listener", "suffix", "suffix alone", "lookup", "two at most", "compiled"])
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-def test_a_call_that_needs_rounds_is_not_left_to_transformers(way: str, traced: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_call_that_needs_rounds_is_not_left_to_transformers(
+    way: str, untraced: None, monkeypatch: pytest.MonkeyPatch
+):
     """Also a long one, in which a try comes due."""
     target, lookup = tiny(), PromptLookupCandidateGenerator(num_output_tokens=3, max_length=150)
     monkeypatch.setattr(SampledCandidateGenerator, "max_candidates", 2 if way == "two at most" else None)

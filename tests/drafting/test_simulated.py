@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from all_pairs import once
+from all_pairs import each_value, once
 from rounds import made_round
 
 from hf_specx.common.batch import Batch, RowState
@@ -109,8 +109,7 @@ def test_a_text_that_begins_badly_is_not_given_up(first: float, each: float):
     assert seconds < 1.01 * min(fixed)
 
 
-@pytest.mark.parametrize("each", [0.02, 0.2, 0.9])
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("rows", "each"), each_value([1, 8], [0.02, 0.2, 0.9]))
 def test_a_useless_draft_costs_next_to_nothing(rows: int, each: float):
     """Over 512 tokens; from the second call on no more than it may be tried for, and prompts are not read for it."""
     for seed in range(5):

@@ -5,6 +5,7 @@ import string
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
     TextStreamer,
     WhisperConfig,
     WhisperForConditionalGeneration,
@@ -108,8 +110,8 @@ def function(target: str = "target", **settings):
     return generate(**{name: value for name, value in arguments.items() if value is not ...}, model=get(target))
 
 
-def pair() -> DraftTargetPair:
-    return DraftTargetPair(get("target"), get("draft"))
+def pair(tokenizer: Any = None) -> DraftTargetPair:
+    return DraftTargetPair(get("target"), get("draft"), tokenizer)
 
 
 def masked(change: Callable[[torch.Tensor], object], **settings):
@@ -226,6 +228,7 @@ PLAIN = [
     ("Reader", lambda: SpeculativeDecoding(Reader())),
     ("num_drafts", partial(strategy, num_drafts=5)),
     ("num_draft_tokens=-1", partial(strategy, num_draft_tokens=-1)),
+    ("is a processor; pass its .tokenizer", partial(strategy, tokenizer=SimpleNamespace(tokenizer=ALL))),
     ("tree=0 is no number of nodes; give an int from 1 to 64", partial(strategy, tree=0)),
     ("tree=True is no number of nodes", partial(strategy, tree=True)),
     ("tree='wide' is no number of nodes", partial(strategy, tree="wide")),
@@ -260,6 +263,7 @@ PLAIN = [
     ("Path", partial(function, custom_generate=Path("here"))),
     ("num_draft_token", partial(function, num_draft_token=3)),
     ("token_healing", partial(function, token_healing=True)),
+    ("a ProcessorMixin; pass its .tokenizer, and itself as processor=", lambda: pair(object.__new__(ProcessorMixin))),
     # Results in files
     ("no tokenizer", lambda: complete(pair(), ["a"])),
     ("there already", lambda: check_results_path(Path(__file__))),

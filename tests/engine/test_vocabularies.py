@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from all_pairs import each_value
 from tiny import VOCAB_SIZE, prompts, tiny
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from hf_specx import SpeculativeDecoding
 
@@ -85,8 +86,7 @@ def padded(folder: Path, size: int, words: Sequence[str], seed: int = 0) -> PreT
     return type(tiny()).from_pretrained(folder).eval()
 
 
-@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("sizes", "verification"), each_value(SIZES, ["token", "block", "coupled"]))
 def test_one_tokenizer_and_padded_vocabularies_of_other_sizes(sizes: str, verification: str, tmp_path: Path):
     """As of Qwen 2.5. Ids that the draft alone scores are never proposed, those that it lacks may be emitted."""
     size, draft_size = SIZES[sizes]
@@ -122,3 +122,12 @@ def test_other_sizes_without_one_tokenizer(tmp_path: Path):
     with pytest.raises(ValueError, match="the target scores 48 tokens and the draft 56; pass tokenizer= and draft_"):
         warned(target, draft)
     assert warned(target, draft, draft_tokenizer=tokenizer_of(WORDS)) == []
+
+
+def test_a_draft_with_an_encoder_and_other_tokens():
+    """It cannot be matched, so that nothing is said of doing so."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    models = [T5ForConditionalGeneration(T5Config(vocab_size=size, **sizes)).eval() for size in (48, 56)]
+    message = "the target scores 48 tokens and the draft 56; choose a draft with the target's tokenizer"
+    with pytest.raises(ValueError, match=message):
+        models[0].generate(**prompts(2), max_new_tokens=4, custom_generate=SpeculativeDecoding(models[1]))

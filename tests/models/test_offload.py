@@ -8,7 +8,7 @@ import pytest
 import torch
 import zoo
 from accelerate import cpu_offload, disk_offload, dispatch_model
-from all_pairs import all_pairs
+from all_pairs import each_value
 from counting import counting
 from tiny import near, prompts, tiny
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
@@ -67,7 +67,7 @@ ROLES = ["target", "draft", "target draft"]
 
 
 @pytest.mark.parametrize(
-    ("case", "where", "which", "do_sample"), all_pairs(CASES, ["cpu", "disk", "both"], ROLES, [False, True])
+    ("case", "where", "which", "do_sample"), each_value(CASES, ["cpu", "disk", "both"], ROLES, [False, True])
 )
 def test_text_of_the_models_in_memory(case: tuple[str, str], where: str, which: str, do_sample: bool, tmp_path: Path):
     kind, layout = case

@@ -7,13 +7,15 @@ from functools import cache, partial
 import pytest
 import torch
 import zoo
+from all_pairs import each_value
 from counting import counting
 from test_encoder_decoder import LAYOUTS, assert_equals_stock
 from tiny import near
 from transformers import PreTrainedModel, WhisperConfig, WhisperForCausalLM, WhisperForConditionalGeneration
 
 import hf_specx
-from hf_specx import SpeculativeDecoding
+from hf_specx import DraftTargetPair, Request, SpeculativeDecoding
+from hf_specx.bench.inputs import prompts_of_length
 from hf_specx.hub.publish import write_code
 
 
@@ -76,9 +78,10 @@ def string(draft: PreTrainedModel, folder: str, name: str = "draft_model", **cal
 Form = Callable[..., torch.Tensor]
 
 
-@pytest.fixture(params=[strategy, function, string], ids=lambda form: form.__name__)
-def form(request: pytest.FixtureRequest, folder: str) -> Form:
-    return partial(request.param, folder=folder)
+def one_of_three(default: Form) -> list:
+    """The three forms of a call, of which the other two are slow."""
+    forms = (strategy, function, string)
+    return [pytest.param(form, marks=() if form is default else pytest.mark.slow, id=form.__name__) for form in forms]
 
 
 def sounds(rows: int = 4, windows: int = 1) -> dict[str, torch.Tensor]:
@@ -123,8 +126,7 @@ def assert_same(form: Form, names: list[str] | None = None, plain: bool = False,
 FORMS = [*(partial(strategy, layout=layout) for layout in LAYOUTS), function, string]
 
 
-@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("way", FORMS, ids=[*LAYOUTS, "function", "string"])
+@pytest.mark.parametrize(("way", "settings"), each_value(FORMS, [{}, SAMPLED]))
 def test_one_window_and_several(way: Form, settings: dict, folder: str):
     """Several of our loops in one call of the user's, over a batch that gets smaller."""
     form = partial(way, folder=folder)
@@ -134,8 +136,23 @@ def test_one_window_and_several(way: Form, settings: dict, folder: str):
     assert assert_same(form, **long(**settings))[1] > 2 * 16
 
 
-def test_windows_that_go_on_from_the_last(form: Form):
+@pytest.mark.parametrize("name", ["near", "decoder"])
+def test_a_draft_in_another_precision(name: str, folder: str):
+    """Sounds and encodings come in the target's; the draft's own encoder or decoder reads them in its own."""
+    draft = copy.deepcopy(drafts()[name]).bfloat16()
+    for settings in ({}, SAMPLED):
+        torch.manual_seed(4)
+        expected = target().generate(**short(**settings))
+        torch.manual_seed(4)
+        with counting(target()) as forwards:
+            assert torch.equal(strategy(draft, folder, **short(**settings)), expected)
+        assert len(forwards) < 20
+
+
+@pytest.mark.parametrize("way", one_of_three(strategy))
+def test_windows_that_go_on_from_the_last(way: Form, folder: str):
     """Then prompts differ in length, and lie behind a mask."""
+    form = partial(way, folder=folder)
     plain, _ = assert_same(form, ["near"], **long(max_new_tokens=12))
     conditioned, _ = assert_same(form, **long(max_new_tokens=12, condition_on_prev_tokens=True))
     assert not torch.equal(plain, conditioned)
@@ -168,14 +185,33 @@ def test_tokens_suppressed_at_the_beginning(folder: str, monkeypatch: pytest.Mon
         string(drafts()["near"], folder, name="assistant_model", **short())
 
 
-def test_windows_that_are_judged_by_their_scores(form: Form):
+@pytest.mark.parametrize("way", one_of_three(string))
+def test_windows_that_are_judged_by_their_scores(way: Form, folder: str):
     """Those with low scores are tried again at other temperatures; a processor that keeps state finds silence."""
+    form = partial(way, folder=folder)
     fallback = {"temperature": (0.0, 0.8), "logprob_threshold": -0.3}
     plain, _ = assert_same(form, ["near"], **long())
     tried, _ = assert_same(form, ["near"], **long(**fallback))
     silent, _ = assert_same(form, ["near"], plain=True, **long(**fallback, no_speech_threshold=0.02))
     assert not torch.equal(plain, tried)
     assert silent.shape[1] < tried.shape[1]
+
+
+def test_beams_that_only_a_pipeline_has_asked_for():
+    """That of speech has 5, whatever the model's own settings say."""
+    strategy = SpeculativeDecoding(drafts()["near"], **OPTIONS)
+    expected = target().generate(**short(num_beams=5))
+    with pytest.warns(UserWarning, match="set num_beams=1 .of a pipeline for speech 5 is the default"):
+        assert torch.equal(target().generate(**short(num_beams=5), custom_generate=strategy), expected)
+
+
+def test_requests_are_texts():
+    strategy = SpeculativeDecoding(drafts()["near"], **OPTIONS)
+    sound = {"input_features": sounds(1)["input_features"]}
+    with pytest.raises(ValueError, match="reads input_features, and requests are texts; call generate with a batch"):
+        strategy.generate_many(target(), [Request([3], generate_kwargs=sound)], max_new_tokens=4)
+    with pytest.raises(ValueError, match="reads input_features, and prompts are texts"):
+        prompts_of_length(DraftTargetPair(target(), drafts()["near"]), 1, 4, 4)
 
 
 def test_times_of_tokens_by_cross_attentions():
@@ -190,8 +226,10 @@ def test_times_of_tokens_by_cross_attentions():
     torch.testing.assert_close(output["token_timestamps"], expected["token_timestamps"])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model_type", ["speech_to_text", "seamless_m4t", "moonshine", "speecht5", "canary"])
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    each_value(["speech_to_text", "seamless_m4t", "moonshine", "speecht5", "canary"], LAYOUTS),
+)
 def test_other_types(model_type: str, layout: str):
     model = zoo.build("speech", model_type)
     language = {"tgt_lang": "fra"} if model_type == "seamless_m4t" else {}

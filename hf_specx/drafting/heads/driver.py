@@ -60,6 +60,7 @@ class HeadDrafter(TreeDrafter):
 
     source = "head"
     needs_hidden = True
+    finds_own_number = False
     carried: torch.Tensor
 
     def __init__(
@@ -77,7 +78,7 @@ class HeadDrafter(TreeDrafter):
         self.ids, self.hidden_state_taps, self.owner, self.mask = ids, hidden_state_taps, owner, mask
         weight = next(network.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-        self.max_candidates = None if network.autoregressive else network.max_candidates
+        self.max_candidates = network.max_candidates
         self.drafts_blocks = not network.autoregressive
         has_marginals = not network.autoregressive and not network.adjusts_logits
         if has_marginals:  # a candidate depends on none before it

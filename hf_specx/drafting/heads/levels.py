@@ -99,7 +99,7 @@ class TreeDrafter(SampledCandidateGenerator):
                 batch.write(fed_tokens, level.first_slot)
                 batch.tree = level.tree
             scores = self._level_scores(batch, fed_tokens, level)
-            ranked, drawn_from = self.verifier.rank(batch, scores, position, level.num_ranks)
+            ranked, drawn_from = self.verifier.top_candidates(batch, scores, position, level.num_ranks)
             tokens = ranked.flatten(1)[:, level.chosen]
             tokens_of_levels.append(tokens)
             if drawn_from is not None:

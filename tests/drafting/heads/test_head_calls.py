@@ -83,10 +83,10 @@ def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
     cut = CUT.get(kind, 0.0)
     watch, options = watched(strategy, head, target, cut=cut), SAMPLED | ENDS | {"assistant_confidence_threshold": cut}
     for size in (1, 3):
-        done = completed(strategy, target, requests(20), batch_size=size, **options)
+        done = completed(strategy, target, requests(12), batch_size=size, **options)
         texts.append({index: result.tokens for index, result in done.items()})
     assert texts[0] == texts[1]
-    watch.check(50 if cut else 100)
+    watch.check(30 if cut else 60)
 
 
 class Int8(torch.nn.Linear):
@@ -237,7 +237,10 @@ class Certain(Drafter):
         candidates = [self.texts[row][batch.counts[row] : self.counts[row]][:length] for row, length in rows]
         tokens = pad_sequence([torch.tensor(ids, dtype=torch.int64) for ids in candidates], batch_first=True)
         return Draft(
-            tokens, list(map(len, candidates)), source="certain", acceptance=[[1.0] * len(ids) for ids in candidates]
+            tokens,
+            list(map(len, candidates)),
+            source="certain",
+            prefix_acceptance=[[1.0] * len(ids) for ids in candidates],
         )
 
 
