@@ -39,7 +39,9 @@ def pairs(dtypes: list[str], drafts: list[str]) -> Iterator[tuple[str, str, Draf
         pair = DraftTargetPair.from_pretrained("embedded", dtype=DTYPES[dtype])
         if DRAFTS[draft] is not None:
             prompts = pair.prompts
-            pair = DraftTargetPair(pair.target, str(DRAFTS[draft]), pair.tokenizer).to(DTYPES[dtype])
+            pair = DraftTargetPair(pair.target, str(DRAFTS[draft]), pair.tokenizer)
+            draft_model: Any = pair.models[1]
+            draft_model.to(DTYPES[dtype])
             pair.config.prompts = prompts
         yield draft, dtype, pair
 

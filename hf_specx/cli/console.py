@@ -156,9 +156,9 @@ def say_warning(message: Warning | str, category: type[Warning], *_: Any, **__: 
 def errors_in_one_line() -> Iterator[None]:
     """A context that prints an error which a user can correct as one red line on stderr, and exits with code 2.
 
-    Warnings become lines too, but not those for developers. Any other error is printed with its traceback, and ends with code 3, since 1 is for a
-    failed check alone. Where the reader of the output has closed it, the code is 141, as of other programs; typer ends
-    Ctrl-C with 130.
+    Warnings become lines too, but not those for developers. Any other error is printed with its traceback, and ends
+    with code 3, since 1 is for a failed check alone. Where the reader of the output has closed it, the code is 141, as
+    of other programs; typer ends Ctrl-C with 130.
     """
     with warnings.catch_warnings():
         warnings.showwarning = say_warning
