@@ -33,6 +33,8 @@ class RoundTimer:
 
     costs_at_start: Costs
     cached_times: dict[tuple[int, int, bool], list[float]]
+    cached_tree_forwards: dict[tuple[int, int], list[float]]
+    cached_tree_ratios: dict[tuple[int, int], list[float]]
 
     def __init__(self, costs: Costs | None, online: bool = False):
         self.costs = costs
@@ -48,7 +50,7 @@ class RoundTimer:
         """Go by what the costs know now, and not by what they learn from other calls meanwhile."""
         knows_times = self.costs is not None and bool(self.costs.forward_times)
         self.costs_at_start = self.costs.copy() if knows_times else ASSUMED_COSTS  # type: ignore[union-attr]
-        self.cached_times = {}
+        self.cached_times, self.cached_tree_forwards, self.cached_tree_ratios = {}, {}, {}
 
     def times(self, rows: int, max_candidates: int, steps: bool = True) -> list[float]:
         """Seconds of rounds with 0 to `max_candidates` candidates; without `steps` these take no draft steps."""
@@ -66,14 +68,27 @@ class RoundTimer:
     def tree_times(self, rows: int, steps: int, max_nodes: int) -> list[float]:
         """Seconds of rounds with so many draft steps and 0 to `max_nodes` candidates, which branch."""
         costs, batch_size = self._costs_for(rows)
+        key = rows, max_nodes
+        if key not in self.cached_tree_forwards:
+            forwards = [costs.target_seconds(batch_size, 1 + nodes) for nodes in range(max_nodes + 1)]
+            self.cached_tree_forwards[key] = forwards
+        if key not in self.cached_tree_ratios:
+            self.cached_tree_ratios[key] = self._tree_ratios(rows, max_nodes)
+        drafting = costs.drafting_seconds(batch_size, steps)
+        ratios, forwards = self.cached_tree_ratios[key], self.cached_tree_forwards[key]
+        return [ratio * (forward + drafting) for ratio, forward in zip(ratios, forwards, strict=True)]
+
+    def _tree_ratios(self, rows: int, max_nodes: int) -> list[float]:
+        """Seconds of rounds with 0 to `max_nodes` candidates that branch, over those of their forwards."""
         _, drafting_ratio = self._ratios(rows)
-        drafting, overheads = costs.drafting_seconds(batch_size, steps), self._tree_overheads(rows)
-        seconds = []
+        overheads = self._tree_overheads(rows)
+        if not overheads:
+            return [drafting_ratio] * (max_nodes + 1)
+        ratios = []
         for nodes in range(max_nodes + 1):
-            nearest = min(overheads, key=lambda seen: abs(math.log(seen / max(nodes, 1))), default=0)
-            forwards = costs.target_seconds(batch_size, 1 + nodes) + drafting
-            seconds.append(drafting_ratio * overheads.get(nearest, 1.0) * forwards)
-        return seconds
+            nearest = min(overheads, key=lambda seen: abs(math.log(seen / max(nodes, 1))))
+            ratios.append(drafting_ratio * overheads[nearest])
+        return ratios
 
     def _tree_overheads(self, rows: int) -> dict[int, float]:
         """How much longer rounds with trees took than was expected, by number of nodes: in this call or before."""
@@ -149,6 +164,7 @@ class RoundTimer:
         if self.last_end is not None and not (steps > 0 and self.last_drafted == 0):
             samples = self.tree_samples.setdefault((rows, steps, nodes), deque(maxlen=MAX_SAMPLES))
             samples.append(now - self.last_end)
+            self.cached_tree_ratios.clear()
         self.last_end = now
         self.last_drafted = steps
 
@@ -169,6 +185,7 @@ class RoundTimer:
         if times.get(drafted) != seconds:
             times[drafted] = seconds
             self.cached_times.clear()
+            self.cached_tree_ratios.clear()
 
     def _costs_for(self, rows: int) -> tuple[Costs, int]:
         """The costs that this call goes by, and the batch size to look up in them."""

@@ -211,22 +211,25 @@ class Run:
             if any_rank(rows not in costs.forward_times, device):  # then all ranks measure together
                 costs.measure(rows, target_step, draft_step)
             return
-        # what is compiled has no forwards of other lengths than its rounds
-        has_large_trees = self.tree_shapes is not None and not call.strategy.compile
-        query_lengths = TREE_QUERY_LENGTHS if has_large_trees else QUERY_LENGTHS
         only_timing_tells = call.tensor_parallel or call.strategy.compile
         earlier = costs.forward_times.get(rows)
         if earlier is None and not only_timing_tells:
             target_size, draft_size = size_of(self.target.model), self.drafter.size()
             if target_size is not None and draft_size is not None:
                 earlier = assumed_times(target_size, draft_size, rows, device)
-        costs.prepare(rows, target_step, draft_step, earlier, query_lengths)
+        costs.prepare(rows, target_step, draft_step, earlier, self._timed_query_lengths())
 
     def calibrate(self) -> None:
         """Time bare forwards of both models after the prompts, and put the times into the costs."""
         self.begin()
         draft_step = self.drafter.cost(self.batch) or (lambda _: None)
-        self.costs.measure(len(self.batch.rows), partial(self.target.dummy_run, self.batch), draft_step)
+        target_step = partial(self.target.dummy_run, self.batch)
+        self.costs.measure(len(self.batch.rows), target_step, draft_step, self._timed_query_lengths())
+
+    def _timed_query_lengths(self) -> tuple[int, ...]:
+        """Those of the forwards that are timed; what is compiled has no forwards of other lengths than its rounds."""
+        has_large_trees = self.tree_shapes is not None and not self.call.strategy.compile
+        return TREE_QUERY_LENGTHS if has_large_trees else QUERY_LENGTHS
 
     def active(self) -> bool:
         """Whether some row goes on; while only other ranks have such rows, forwards are run here to keep step."""
