@@ -67,7 +67,8 @@ def prompt_and_fields(value: Any, where: str) -> tuple[str | list[dict[str, Any]
         ValueError: the prompt is no text and no list of messages, or a line of JSON does not hold the fields; the
             message begins with `where`.
     """
-    prompt, fields = value, {}
+    prompt: Any = value
+    fields: dict[str, Any] = {}
     if isinstance(value, dict):
         key = next((key for key in PROMPT_KEYS if key in value), None)
         require(key is not None, f"{where} has none of the fields {', '.join(PROMPT_KEYS)}; give one of them.")

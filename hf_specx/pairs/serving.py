@@ -103,7 +103,7 @@ class QueueManager(GenerateManager):
         def deliver(piece: Piece | Exception) -> None:
             error = _error_of(piece)
             if isinstance(piece, Exception) or error is not None:
-                loop.call_soon_threadsafe(text_queue.put_nowait, _StreamError(error or str(piece)))
+                loop.call_soon_threadsafe(text_queue.put_nowait, _StreamError(str(error)))
                 return
             streamer.put(torch.tensor(piece.tokens, dtype=torch.int64, device="cpu"))
             if piece.finished:
