@@ -76,8 +76,7 @@ class Distilled:
             batches: their sizes.
             command: what the card says that the figures were made by.
             progress: called after each generation, as that of `distill`.
-            seconds: of timed runs at each batch size, after which no further turn begins; fewer where it is clear
-                before.
+            seconds: of timed runs at each batch size, after which no further turn begins, if it is not clear before.
 
         Raises:
             ValueError: for sizes below 1, or one given twice.
