@@ -7,8 +7,9 @@ from pathlib import Path
 
 from hf_specx.bench.tune import tune
 from hf_specx.bench.tune_settings import TuneSettings
+from hf_specx.common.drafts import PAIR_CONFIG_NAME
 from hf_specx.hub.cards import write_embedded_card
-from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
+from hf_specx.hub.pair_config import PairConfig
 
 
 FOLDER = Path("hf_specx/hub/embedded")
@@ -17,7 +18,7 @@ DTYPES = ("float32", "bfloat16")
 
 def main() -> None:
     """Measure it with its own draft."""
-    config = PairConfig.from_file(FOLDER / CONFIG_NAME)
+    config = PairConfig.from_file(FOLDER / PAIR_CONFIG_NAME)
     draft = str(FOLDER / config.draft.subfolder)
     config.measurements = []
     for dtype in DTYPES:
@@ -25,7 +26,7 @@ def main() -> None:
         (trial,) = tune(str(FOLDER), [draft], settings)
         print(trial)
         config.measurements += trial.measurements
-    (FOLDER / CONFIG_NAME).write_text(config.to_text(), encoding="utf-8")
+    (FOLDER / PAIR_CONFIG_NAME).write_text(config.to_text(), encoding="utf-8")
     write_embedded_card("model_cards")
 
 

@@ -187,9 +187,10 @@ def table(runs: list[dict[str, Any]]) -> str:
     for last in runs[-1]["rows"]:
         same = [each for run in shown for each in run["rows"] if all(each[name] == last[name] for name in OF_A_ROW)]
         assisted = [each["assisted"] for each in same if each["assisted"] is not None]
-        instead, ours = span(assisted, 2) if assisted else last["no_assisted"], span([x["ours"] for x in same], 2)
+        instead, speedups = span(assisted, 2) if assisted else last["no_assisted"], [x["ours"] for x in same]
+        ours = f"**{span(speedups, 2)}**" if min(speedups) >= 1 else span(speedups, 2)
         first = f"| {last['label']} | {last['draft']} | {last['batch']} | {span([x['plain'] for x in same], 0)}"
-        lines.append(f"{first} | {instead} | **{ours}** |")
+        lines.append(f"{first} | {instead} | {ours} |")
     return "\n".join(lines)
 
 

@@ -31,9 +31,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_specx import DraftTargetPair
-from hf_specx.common.drafts import NEW_HEADS
+from hf_specx.common.drafts import NEW_HEADS, PAIR_CONFIG_NAME
 from hf_specx.hub.folders import check_folder
-from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
+from hf_specx.hub.pair_config import ModelSource, PairConfig
 from hf_specx.training.distill import distill
 from hf_specx.training.result import Distilled
 
@@ -195,7 +195,7 @@ def main(
     learning_rate: Annotated[float | None, typer.Option(help="else as distill takes it")] = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="the draft in mixed precision, faster on some CPUs")] = False,
 ) -> None:
-    is_pair = (out / CONFIG_NAME).is_file()  # nothing else is replaced
+    is_pair = (out / PAIR_CONFIG_NAME).is_file()  # nothing else is replaced
     check_folder(out, overwrite=is_pair)
     work.mkdir(parents=True, exist_ok=True)
     trained_on, held_out = source_files()

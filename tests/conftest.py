@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from typing import Any
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -16,7 +17,7 @@ import pytest
 import torch
 import transformers
 
-from hf_specx.drafting import auto, costs
+from hf_specx.drafting import costs, round_timer
 from hf_specx.engine import run
 from hf_specx.models import compiled, compiled_forwards
 
@@ -48,8 +49,8 @@ def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(costs, "time_forwards", paying)
     monkeypatch.setattr(run, "assumed_times", paying)
-    monkeypatch.setattr(auto.RoundTimer, "_ratios", lambda round_timer, rows: (1.0, 1.0))
-    monkeypatch.setattr(auto.RoundTimer, "has_seen_plain", lambda round_timer, rows: True)
+    monkeypatch.setattr(round_timer.RoundTimer, "_ratios", lambda timer, rows: (1.0, 1.0))
+    monkeypatch.setattr(round_timer.RoundTimer, "has_seen_plain", lambda timer, rows: True)
 
 
 @pytest.fixture
@@ -72,3 +73,14 @@ def traced(monkeypatch: pytest.MonkeyPatch):
     )  # so that both idle rows and fewer ones are seen in a call
     monkeypatch.setattr(compiled, "has_compiler", lambda device_type: True)
     monkeypatch.setattr(compiled_forwards, "COMPILED_FORWARDS", weakref.WeakKeyDictionary())
+
+
+@pytest.fixture
+def untraced(traced: None, monkeypatch: pytest.MonkeyPatch):
+    """`traced`, of which tracing takes nearly all the time, without it: buffers, idle rows and sizes are the same."""
+
+    def counted(forwards: compiled_forwards.CompiledForwards, function: Any, name: str, captures: bool) -> Any:
+        forwards.compilations += 1
+        return function
+
+    monkeypatch.setattr(compiled_forwards.CompiledForwards, "_compiled", counted)

@@ -20,7 +20,7 @@ Inputs = dict[str, torch.Tensor]  # input_ids and attention_mask [B, L] int64
 MAX_NEW_TOKENS = 128  # where neither the call nor the model says how many
 
 
-def settings_of(
+def generation_settings(
     target: PreTrainedModel, options: dict[str, Any], max_new_tokens: int = MAX_NEW_TOKENS
 ) -> dict[str, Any]:
     """The settings of a call: `options`, and what they leave out as the target's generation config says.

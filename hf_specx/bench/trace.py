@@ -27,7 +27,7 @@ class Recorder:
         q = draft_distributions(done)
         overlaps = done.overlap[0]
         candidates = []
-        for position, candidate in enumerate(self._entries(judged_candidates(done, emitted), p, q)):
+        for position, candidate in enumerate(self._entries(shown_candidates(done, emitted), p, q)):
             overlap = overlaps[position] if position < len(overlaps) else 0.0
             # a greedy candidate is no draw: it is kept if it is the target's own choice
             acceptance = overlap if candidate["q"] is None else min(1.0, candidate["p"] / candidate["q"])
@@ -58,9 +58,9 @@ class Recorder:
         return entries
 
 
-def judged_candidates(done: Round, emitted: list[int]) -> list[int]:
-    """The candidates of a round of one row: of a tree those on the accepted branch, and the first choice behind it if
-    that was judged and rejected."""
+def shown_candidates(done: Round, emitted: list[int]) -> list[int]:
+    """The candidates of a round of one row, also those behind a rejected one. Of a tree those on the accepted branch,
+    and the first choice behind it if that was judged and rejected."""
     chain: list[int] = done.draft.tokens[0, : done.draft.lengths[0]].tolist()
     accepted = done.accepted[0]
     if done.tree is None:

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from hf_specx.common.devices import last_device
 from hf_specx.common.drafts import (
+    DRAFT_FOLDER,
     EXIT,
     SEVERAL_EXITS,
     SUFFIX,
@@ -17,6 +18,7 @@ from hf_specx.common.drafts import (
     split_revision,
 )
 from hf_specx.common.errors import require
+from hf_specx.common.load_model import load_config
 from hf_specx.drafting.heads.draft_names import weightless_draft
 from hf_specx.hub.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, base_of, is_adapter, merged
 from hf_specx.hub.facts import model_facts, tokenizer_facts
@@ -30,14 +32,14 @@ from hf_specx.hub.fetch import (
     get_settings,
     get_tokenizer,
 )
-from hf_specx.hub.known_pairs import DRAFT_MODEL, folder_of, is_embedded
-from hf_specx.hub.load_model import load_config, load_model
+from hf_specx.hub.known_pairs import folder_of, is_embedded
+from hf_specx.hub.load_model import load_model_or_head
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.hub.quantize import quantization_config
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .compatibility import ERROR, describe_draft, find_fit
-from .inputs import prompt_rows, settings_of
+from .inputs import generation_settings, prompt_rows
 from .measure_draft import measure_draft
 from .timer import Advance
 from .tune_settings import DraftTrial, TuneSettings
@@ -97,7 +99,7 @@ def tune(
         bool(drafts) and len(set(drafts)) == len(drafts), f"drafts={list(drafts)!r}: give at least one, and each once."
     )
     loaded = load(target, settings, settings.device_map)
-    settings = replace(settings, options=settings_of(loaded.model, settings.options), drafts=len(drafts))
+    settings = replace(settings, options=generation_settings(loaded.model, settings.options), drafts=len(drafts))
     ids = read_prompts(target, loaded, settings)
     trials: list[DraftTrial] = []
     for name in drafts:
@@ -113,7 +115,7 @@ def load(name: str, settings: TuneSettings, device_map: Any, target: Loaded | No
     """Load a model from an id or a folder, with its tokenizer if it has one; for a `target` it may be a draft head."""
     require(
         target is None or not is_embedded(name),
-        f"{name} is a pair, and no draft; name the draft in it, as {name}/{DRAFT_MODEL}.",
+        f"{name} is a pair, and no draft; name the draft in it, as {name}/{DRAFT_FOLDER}.",
     )
     name = folder_of(name)
     trust = settings.trust_remote_code
@@ -125,7 +127,7 @@ def load(name: str, settings: TuneSettings, device_map: Any, target: Loaded | No
     quantized: dict[str, Any] = {}
     if target is None and settings.quantize is not None:
         quantized["quantization_config"] = quantization_config(settings.quantize)
-    model = load_model(files, trust, target_model, dtype=settings.dtype, device_map=device_map, **quantized)
+    model = load_model_or_head(files, trust, target_model, dtype=settings.dtype, device_map=device_map, **quantized)
     facts = replace(model_facts(model), fingerprint=fingerprint(files.root))
     if settings.dtype != "auto" and facts.name is not None:
         facts.dtype = None  # of the files, which the loaded weights no longer tell
@@ -147,10 +149,10 @@ def load_adapter(name: str, settings: TuneSettings, device_map: Any) -> Loaded:
         base = load(base_name, settings, device_map)
     except (OSError, ValueError) as error:
         path = files.root / ADAPTER_CONFIG
-        message = (
-            f"{path} has base_model_name_or_path={base_name!r}, which cannot be loaded ({error}); write there the "
-        )
-        raise ValueError(f"{message}id or folder of the model that the adapter was trained on.") from error
+        raise ValueError(
+            f"{path} has base_model_name_or_path={base_name!r}, which cannot be loaded ({error}); write there the id "
+            "or folder of the model that the adapter was trained on."
+        ) from error
     model = merged(base.model, files)
     tokenizer = get_tokenizer(files, None, settings.trust_remote_code) or base.tokenizer
     return Loaded(model, tokenizer, replace(model_facts(model), name=None, revision=None))
@@ -186,7 +188,7 @@ def try_draft(target: Loaded, name: str, ids: list[list[int]], settings: TuneSet
             tokenizers = tokenizer_facts(target.tokenizer, draft.tokenizer)
         config = PairConfig(
             target=target.facts,
-            draft=replace(draft.facts, subfolder="draft" if draft.facts.name is None else ""),
+            draft=replace(draft.facts, subfolder=DRAFT_FOLDER if draft.facts.name is None else ""),
             tokenizers=tokenizers,
         )
         config.set_draft(draft.model if isinstance(draft.model, WeightlessDraft) else None)

@@ -28,7 +28,7 @@ class TuneSettings:
     batches: Sequence[int] = BATCHES  # their sizes; prompts are repeated where there are not enough
     options: dict[str, Any] = field(default_factory=dict)  # of `generate`; else as the target's own config says
     repeats: int = MIN_TURNS  # turns at each batch size, at least
-    seconds: float = SECONDS  # of timed runs of a draft at a batch size, at most; a turn that has begun is ended
+    seconds: float = SECONDS  # of timed runs of a draft at a batch size, after which no further turn begins
     seed: int = 0
     dtype: str = "auto"  # of all models; "auto" is as they were saved
     device_map: Any = None  # of the target; drafts go to where its last layers are
@@ -90,7 +90,7 @@ class DraftTrial:
         return "not clear" if self.config.pays else "slower"
 
     def differs_from(self, other: "DraftTrial") -> bool:
-        """Whether it was shown to be faster or slower than another draft: no interval of both at some batch size."""
+        """Whether its interval and that of another draft are apart at some batch size, so that one is the faster."""
         pairs = zip(self.measurements, other.measurements, strict=False)
         return any(_is_below(mine, theirs) or _is_below(theirs, mine) for mine, theirs in pairs)
 

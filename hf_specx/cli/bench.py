@@ -13,7 +13,17 @@ from hf_specx.hub.folders import check_out
 from hf_specx.hub.locks import check_free
 
 from .console import SPEEDUP_COLUMNS, Output, figure, imports, steps
-from .options import Batches, Loading, Named, Processing, Prompted, Sampling, Seed, command, typed
+from .options import (
+    Batches,
+    DecodingOptions,
+    LoadingOptions,
+    PairOptions,
+    ProcessorOptions,
+    PromptOptions,
+    Seed,
+    command,
+    typed,
+)
 from .prompts import prompts_of_file
 
 
@@ -45,11 +55,11 @@ MAX_NEW_TOKENS = 64  # where neither the call nor the model says how many
 
 @command
 def bench(
-    named: Named,
-    source: Prompted,
-    sampling: Sampling,
-    processing: Processing,
-    loading: Loading,
+    named: PairOptions,
+    source: PromptOptions,
+    sampling: DecodingOptions,
+    processing: ProcessorOptions,
+    loading: LoadingOptions,
     batch_size: Batches = None,
     prompt_tokens: Annotated[int | None, typer.Option(help=HELP_PROMPT_TOKENS, min=1)] = None,
     method: Annotated[
@@ -82,20 +92,20 @@ def bench(
     check_out(out)
     prompts = prompts_of_file(source)
     with imports():
-        from hf_specx.bench.inputs import settings_of
+        from hf_specx.bench.inputs import generation_settings
         from hf_specx.bench.run_bench import run_bench, usual_methods
         from hf_specx.bench.store import Store, read_records
 
         from .loading import load_named, say_what_runs, texts_for
-        from .origins import naming_files
+        from .setting_sources import naming_files
     read_records(out, "schema")  # raises for another file
     check_free(out)
     pair = load_named(named, loading, source.chat)
     pair.config.prompts = texts_for(pair, prompts, named.name, source.template_options)
     with naming_files(pair, generate_options):
-        generation = settings_of(pair.target, generate_options, MAX_NEW_TOKENS)
+        generation = generation_settings(pair.target, generate_options, MAX_NEW_TOKENS)
         if not source.is_named and "do_sample" not in generate_options and not generation["do_sample"]:
-            generation = settings_of(pair.target, SAMPLED | generate_options, MAX_NEW_TOKENS)
+            generation = generation_settings(pair.target, SAMPLED | generate_options, MAX_NEW_TOKENS)
         all_settings = [replace(settings, **generation) for settings in all_settings]
         say_what_runs(pair, generation)
         names = methods or usual_methods(pair, generation["do_sample"])

@@ -12,7 +12,18 @@ from hf_specx.metrics.result import FAILED, PASSED, RESULT_MARKER, CheckResult, 
 from hf_specx.metrics.settings import CHECKED, Settings, check_packages
 
 from .console import VERDICTS, Output, going_on_with, imports, say, steps
-from .options import SAMPLING_OPTIONS, Batches, Drawing, Loading, Named, Processing, Prompted, Seed, command, typed
+from .options import (
+    SAMPLING_OPTIONS,
+    Batches,
+    LoadingOptions,
+    PairOptions,
+    ProcessorOptions,
+    PromptOptions,
+    SamplingOptions,
+    Seed,
+    command,
+    typed,
+)
 from .prompts import prompts_of_file
 
 
@@ -28,11 +39,11 @@ HELP_OUT += "command goes on where it was interrupted."
 
 @command
 def check(
-    named: Named,
-    source: Prompted,
-    drawing: Drawing,
-    processing: Processing,
-    loading: Loading,
+    named: PairOptions,
+    source: PromptOptions,
+    sampling: SamplingOptions,
+    processing: ProcessorOptions,
+    loading: LoadingOptions,
     batch_size: Batches = None,
     verification: Annotated[list[str] | None, typer.Option(help=HELP_VERIFICATION)] = None,
     samples: Annotated[int | None, typer.Option(help=HELP_SAMPLES, show_default=False)] = None,
@@ -50,7 +61,7 @@ def check(
     for path in out or ():
         check_out(path, PAGE_MARKER if path.suffix.lower() in PAGES else RESULT_MARKER)
     verifications = tuple(verification or CHECKED)
-    options = {"samples": samples, "num_draft_tokens": num_draft_tokens, "seed": seed} | drawing.options
+    options = {"samples": samples, "num_draft_tokens": num_draft_tokens, "seed": seed} | sampling.options
     more = processing.options
     settings = Settings(tuple(batch_size or (1, 8)), verifications=verifications, options=more, **options)
     prompts = prompts_of_file(source)
@@ -61,13 +72,13 @@ def check(
             from hf_specx.metrics.check import run_check, subject_of
 
             from .loading import load_named, say_what_runs, texts_for
-            from .origins import naming_files
+            from .setting_sources import naming_files
         read_records(unfinished, "check")  # raises for another file
         pair = load_named(named, loading, source.chat)
         pair.strategy.compile = compile
         texts = texts_for(pair, prompts, named.name, source.template_options)
         with naming_files(pair, options | more):
-            subject = subject_of(pair, texts, settings, drawing.options)
+            subject = subject_of(pair, texts, settings, sampling.options)
             shown = {"verification": ", ".join(verifications)}
             shown |= {name: getattr(subject.settings, name) for name in ("max_new_tokens", *SAMPLING_OPTIONS)}
             say_what_runs(pair, shown | more | {"seed": seed})

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_specx.bench.checks import SECONDS
+from hf_specx.bench.checks import MIN_TURNS, SECONDS
 from hf_specx.common.drafts import HELP_DRAFT, NEW_HEADS, check_head, read_draft
 from hf_specx.common.errors import require, similar
 from hf_specx.hub.folders import check_folder, check_writable
 from hf_specx.training.recipe import TrainingRecipe
 
 from .console import going_on_with, imports, say, waiting_for
-from .options import HELP_TARGET, Loading, Overwrite, Prompted, Sampling, command, typed
+from .options import HELP_TARGET, DecodingOptions, LoadingOptions, Overwrite, PromptOptions, command, typed
 from .prompts import Prompt, read_prompts
 
 
@@ -29,16 +29,16 @@ HELP_START += HELP_DRAFT.partition("), ")[2]  # all but suffix, which has no wei
 SETTABLE = """
     loss passes patience learn_from_prompts learning_rate num_draft_tokens draft_vocab_size lora seed held_out training
 """.split()  # noqa: SIM905
-HELP_SECONDS = "Seconds in which the new pair is timed, at each batch size, at most."
+HELP_SECONDS = f"Seconds in which the new pair is timed, at each batch size; {MIN_TURNS} turns at least."
 HELP_SET = f"NAME=VALUE, any other option of hf_specx.distill, once for each: {', '.join(SETTABLE)}; see "
 HELP_SET += "hf_specx/training/README.md."
 
 
 @command
 def distill(
-    source: Prompted,
-    sampling: Sampling,
-    loading: Loading,
+    source: PromptOptions,
+    sampling: DecodingOptions,
+    loading: LoadingOptions,
     target: Annotated[str, typer.Argument(help=HELP_TARGET)],
     draft: Annotated[str, typer.Argument(help=HELP_START)],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder that the pair is saved in.")],
@@ -63,10 +63,11 @@ def distill(
     )
     options = {"phases": phases, "texts_per_phase": texts_per_phase, "batch_size": batch_size}
     options |= settings_typed(others or []) | sampling.options | ({} if seed is None else {"seed": seed})
-    message = (
-        f"--quantize {loading.quantize} is for pairs that are used; a draft is trained on the whole target. Leave "
+    require(
+        loading.quantize is None,
+        f"--quantize {loading.quantize} is for pairs that are used; a draft is trained on the whole target. Leave it "
+        "out.",
     )
-    require(loading.quantize is None, f"{message}it out.")
     of_recipe = {name: value for name, value in options.items() if name != "held_out"}
     TrainingRecipe.of(of_recipe)
     check_folder(out, overwrite, "--overwrite")
@@ -102,7 +103,12 @@ def settings_typed(pairs: list[str]) -> dict[str, Any]:
 
 
 def train(
-    target: str, named: str, loading: Loading, prompts: list[Prompt], source: Prompted, options: dict[str, Any]
+    target: str,
+    named: str,
+    loading: LoadingOptions,
+    prompts: list[Prompt],
+    source: PromptOptions,
+    options: dict[str, Any],
 ) -> "Distilled | None":
     """Load the models and train; None on other processes than the first one."""
     with imports():

@@ -17,7 +17,16 @@ from hf_specx.hub.locks import check_free
 from hf_specx.pairs.results_file import check_results_path
 
 from .console import WRONG, going_on_with, imports, say
-from .options import LARGEST_SEED, AsJson, Loading, NamedByOptions, Processing, Prompted, Sampling, command
+from .options import (
+    LARGEST_SEED,
+    AsJson,
+    DecodingOptions,
+    LoadingOptions,
+    PairByOption,
+    ProcessorOptions,
+    PromptOptions,
+    command,
+)
 from .prompts import Prompts, apply_chat_option, read_prompts
 
 
@@ -47,11 +56,11 @@ HELP_OUT = (
 
 @command
 def generate(
-    source: Prompted,
-    sampling: Sampling,
-    processing: Processing,
-    named: NamedByOptions,
-    loading: Loading,
+    source: PromptOptions,
+    sampling: DecodingOptions,
+    processing: ProcessorOptions,
+    named: PairByOption,
+    loading: LoadingOptions,
     prompts: Annotated[
         list[str] | None, typer.Argument(help="Prompts, decoded as one batch.", show_default=False)
     ] = None,
@@ -95,8 +104,8 @@ def generate(
     with going_on_with(out):
         with imports():
             from .loading import load_named
-            from .origins import naming_files
             from .session import Session, processors_of, show_demo, write_texts
+            from .setting_sources import naming_files
         pair = load_named(named, loading, source.chat)
         if seed is None:
             seed = 0 if demo or out else secrets.randbelow(LARGEST_SEED)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.bench.tune import tune
 from hf_specx.bench.tune_settings import DraftTrial, TuneSettings
 from hf_specx.common.chats import chat_text
-from hf_specx.common.drafts import SUFFIX, read_draft, split_revision
+from hf_specx.common.drafts import PAIR_CONFIG_NAME, SUFFIX, read_draft, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import label_of
 from hf_specx.hub.cards import embedded_card, embedded_config, render
@@ -18,13 +18,13 @@ from hf_specx.hub.fetch import find_draft_files, find_files, get_files, get_pair
 from hf_specx.hub.flatten import ENTRY_MODULE
 from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
-from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
+from hf_specx.hub.pair_config import PairConfig
 from hf_specx.hub.publish import CODE_FOLDER, WritePair, loaded_pair, pair_as_it_is, reference_to
 from hf_specx.hub.quantize import quantization_config
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .console import say, waiting_for
-from .options import Loading, Named
+from .options import LoadingOptions, PairOptions
 from .prompts import Prompt
 
 
@@ -41,7 +41,7 @@ def device_map(device: str | None) -> str | None:
     return device
 
 
-def tune_settings(loading: Loading, **options: Any) -> TuneSettings:
+def tune_settings(loading: LoadingOptions, **options: Any) -> TuneSettings:
     """The settings of `tune` with models that are loaded in this way."""
     return TuneSettings(
         dtype=loading.dtype,
@@ -52,7 +52,7 @@ def tune_settings(loading: Loading, **options: Any) -> TuneSettings:
     )
 
 
-def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
+def load_named(named: PairOptions, loading: LoadingOptions, chat: bool) -> DraftTargetPair:
     """Load the pair that a command names, or the target and the draft that it names as a pair.
 
     Raises ValueError if there is no tokenizer to read prompts with.
@@ -62,13 +62,13 @@ def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
         model = None if draft is None else read_draft(draft).model
         if model is not None:
             find_draft_files(model)  # raises where there is none
-        if is_embedded(split_revision(name)[0]) or (find_files(name).root / CONFIG_NAME).is_file():
+        if is_embedded(split_revision(name)[0]) or (find_files(name).root / PAIR_CONFIG_NAME).is_file():
             pair = load_pair(name, loading, draft)
         else:
             require(
                 draft is not None,
-                f"{name} is a model and no pair (it has no {CONFIG_NAME}); name a draft for it, as --draft {SUFFIX}, "
-                "which needs no second model.",
+                f"{name} is a model and no pair (it has no {PAIR_CONFIG_NAME}); name a draft for it, as --draft "
+                f"{SUFFIX}, which needs no second model.",
             )
             (trial,) = tune(name, [str(draft)], settings)
             require(trial.error is None, f"{draft} is no draft for {name}: {trial.error}")
@@ -79,7 +79,7 @@ def load_named(named: Named, loading: Loading, chat: bool) -> DraftTargetPair:
     return pair
 
 
-def load_pair(named: str, loading: Loading, draft: str | None = None) -> DraftTargetPair:
+def load_pair(named: str, loading: LoadingOptions, draft: str | None = None) -> DraftTargetPair:
     """Load a pair of this name, perhaps with another draft."""
     name, revision = split_revision(named)
     options: dict[str, Any] = vars(loading) | {"device_map": device_map(loading.device_map)}
@@ -159,7 +159,7 @@ def pair_to_publish(named: str, inside: bool, trust_remote_code: bool) -> tuple[
         models["draft"] = config.draft
     references = [role for role, model in models.items() if model.name is not None]
     if (inside and references) or (trust_remote_code and len(references) < len(models)):
-        pair = load_pair(named, Loading(trust_remote_code=trust_remote_code))
+        pair = load_pair(named, LoadingOptions(trust_remote_code=trust_remote_code))
         if inside:
             references = []
         write = loaded_pair(pair, **dict.fromkeys(references, REFERENCE))

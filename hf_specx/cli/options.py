@@ -65,7 +65,7 @@ Trust = Annotated[
 
 
 @dataclass(frozen=True)
-class Prompted:
+class PromptOptions:
     """The options --prompts, --chat and --chat-template-kwargs."""
 
     file: Annotated[Path | None, typer.Option("--prompts", help=HELP_PROMPTS, exists=True, dir_okay=False)] = None
@@ -82,8 +82,10 @@ class Prompted:
         )
         for name in ("split", "column"):
             value = getattr(self, name)
-            message = f"--{name} {value} is for --dataset, which was not given; give it, or leave --{name} out."
-            require(self.dataset is not None or value is None, message)
+            require(
+                self.dataset is not None or value is None,
+                f"--{name} {value} is for --dataset, which was not given; give it, or leave --{name} out.",
+            )
         typed = self.chat_template_kwargs
         require(
             typed is None or self.chat,
@@ -112,7 +114,7 @@ class Prompted:
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadingOptions:
     """The options by which models are loaded; `device_map` None is an accelerator if there is one."""
 
     dtype: Annotated[str, typer.Option(help=HELP_DTYPE)] = "auto"
@@ -135,7 +137,7 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class Named:
+class PairOptions:
     """The models that a command names: a pair, perhaps with another draft, or a target and a draft.
 
     Raises ValueError if there can be no models of these names.
@@ -167,14 +169,14 @@ class Named:
 
 
 @dataclass(frozen=True)
-class NamedByOptions(Named):
-    """`Named` for a command whose arguments are something else: the pair is an option."""
+class PairByOption(PairOptions):
+    """`PairOptions` for a command whose arguments are something else: the pair is an option."""
 
     pair: Annotated[str | None, typer.Option("--target", "--pair", metavar="NAME", help=HELP_PAIR)] = None
 
 
 @dataclass(frozen=True)
-class Processing:
+class ProcessorOptions:
     """What changes the target's distribution besides how it is drawn from; None comes from its generation config."""
 
     min_p: Annotated[float | None, typer.Option(help=HELP_MIN_P)] = None
@@ -188,7 +190,7 @@ class Processing:
         """Those that were typed, as arguments of `generate`."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
-    def beside(self, sampling: "Sampling") -> dict[str, Any]:
+    def beside(self, sampling: "DecodingOptions") -> dict[str, Any]:
         """All arguments of `generate` that were typed; a min-p says that tokens are drawn, as a temperature does."""
         options = sampling.options | self.options
         if self.min_p is None:
@@ -198,7 +200,7 @@ class Processing:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class SamplingOptions:
     """The options by which tokens are sampled, and how many; None is as the target's generation config says."""
 
     max_new_tokens: Annotated[int | None, typer.Option(help="New tokens of a row, at most.", min=1)] = None
@@ -218,8 +220,8 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class Sampling(Drawing):
-    """`Drawing` with --do-sample; a temperature, top-p or top-k that was typed implies it."""
+class DecodingOptions(SamplingOptions):
+    """`SamplingOptions` with --do-sample; a temperature, top-p or top-k that was typed implies it."""
 
     do_sample: Annotated[
         bool | None, typer.Option("--do-sample/--no-do-sample", help="Sample, or decode greedily.")

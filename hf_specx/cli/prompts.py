@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_specx.common.errors import require
-from hf_specx.pairs.results_file import JSON_VALUES, PROMPT_KEYS, fields_of_line
+from hf_specx.pairs.results_file import JSON_VALUES, PROMPT_KEYS, prompt_and_fields
 
 from .console import imports
-from .options import Prompted
+from .options import PromptOptions
 
 
 Prompt = str | list[dict[str, Any]]  # a text, or the messages of a chat, each with a role and its content
@@ -43,7 +43,7 @@ class FilePrompts(PromptSource):
     One per line; in a .jsonl file each line is a text in quotes, or an object. Lines of white space are passed over.
     """
 
-    def __init__(self, source: Prompted):
+    def __init__(self, source: PromptOptions):
         self.path, self.chat = source.file, source.chat
         self.name = "standard input" if source.file is None else str(source.file)
 
@@ -56,7 +56,8 @@ class FilePrompts(PromptSource):
             try:
                 lines = (line.rstrip("\r\n") for line in file if line.strip())
                 for number, line in enumerate(lines, 1):
-                    prompt, fields = prompt_of(line, f"{self.name}, prompt {number}") if is_json else (line, {})
+                    where = f"{self.name}, prompt {number}"
+                    prompt, fields = prompt_and_fields(from_json(line, where) if is_json else line, where)
                     yield apply_chat_option(prompt, self.chat), fields
             except UnicodeDecodeError as error:
                 raise ValueError(f"{self.name} is not text in UTF-8; convert it, as by iconv.") from error
@@ -70,7 +71,7 @@ class FilePrompts(PromptSource):
 class DatasetPrompts(PromptSource):
     """The rows of a split of a dataset, by the package datasets: of the Hub, or in a folder."""
 
-    def __init__(self, source: Prompted):
+    def __init__(self, source: PromptOptions):
         self.name, self.chat = f"{source.dataset}, split {source.split or TRAIN}", source.chat
         self.column = source.column
         self.rows = load_rows(str(source.dataset), source.split)
@@ -90,7 +91,7 @@ class DatasetPrompts(PromptSource):
                 if self.column != "prompt" and "prompt" in fields:  # another column, which is none
                     fields["input_prompt"] = fields.pop("prompt")
                 fields = {"prompt": row[self.column]} | {x: y for x, y in fields.items() if x != self.column}
-            prompt, fields = split_fields(fields, f"{self.name}, row {number}")
+            prompt, fields = prompt_and_fields(fields, f"{self.name}, row {number}")
             yield apply_chat_option(prompt, self.chat), fields
 
     def __len__(self) -> int:
@@ -149,41 +150,18 @@ def load_rows(name: str, split: str | None) -> Any:
             return rows
         return datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # of many types, also of packages below it
-        message = (
+        raise ValueError(
             f"--dataset {name}: the split {split!r} cannot be loaded: {error}; give --split and, after the name, "
-        )
-        raise ValueError(f"{message}:CONFIGURATION as the dataset has them.") from error
+            ":CONFIGURATION as the dataset has them."
+        ) from error
 
 
-def prompt_of(line: str, where: str) -> tuple[Prompt, Fields]:
-    """The prompt in a line of JSON, a text, or an object with one of `PROMPT_KEYS`; and the object's other fields."""
+def from_json(line: str, where: str) -> Any:
+    """The value in a line of JSON."""
     try:
-        value = json.loads(line)
+        return json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where}: the line is not JSON ({error}).") from error
-    return split_fields(value if isinstance(value, dict) else {"prompt": value}, where)
-
-
-def split_fields(values: dict[str, Any], where: str) -> tuple[Prompt, Fields]:
-    """The prompt of an object, under the first of `PROMPT_KEYS` that it has, and its other fields."""
-    key = next((key for key in PROMPT_KEYS if key in values), "")
-    prompt = values.get(key)
-    require(
-        isinstance(prompt, str) or is_chat(prompt),
-        f"{where}: give a text in quotes, or an object with {', '.join(PROMPT_KEYS[:-1])} or {PROMPT_KEYS[-1]}, "
-        "messages being one or more, each with its role and content.",
-    )
-    fields = {name: value for name, value in values.items() if name != key}
-    fields_of_line(fields, where)  # raises for what results could not give back
-    assert prompt is not None
-    return prompt, fields
-
-
-def is_chat(value: Any) -> bool:
-    """Whether a value is one or more messages."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
 
 
 def apply_chat_option(prompt: Prompt, chat: bool) -> Prompt:
@@ -195,7 +173,7 @@ def apply_chat_option(prompt: Prompt, chat: bool) -> Prompt:
     return [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt
 
 
-def read_prompts(source: Prompted, others: str) -> Prompts:
+def read_prompts(source: PromptOptions, others: str) -> Prompts:
     """The prompts of --prompts or --dataset, one by one, or of a pipe, which can be read once: all of them.
 
     `others` says how to give prompts, where there are none.
@@ -207,7 +185,7 @@ def read_prompts(source: Prompted, others: str) -> Prompts:
     return prompts
 
 
-def prompts_of_file(source: Prompted) -> list[Prompt]:
+def prompts_of_file(source: PromptOptions) -> list[Prompt]:
     """The prompts of --prompts or --dataset, [] without both; --chat is for them alone."""
     require(
         source.is_named or not source.chat,

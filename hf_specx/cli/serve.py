@@ -1,10 +1,8 @@
 """`specx serve`: transformers' own server, OpenAI's API, with speculative sampling behind it."""
 
-import errno
 import importlib.util
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +11,7 @@ from hf_specx.common.errors import require
 
 from .console import imports, say
 from .generate import strategy_options
-from .options import LARGEST_SEED, Loading, Named, command
+from .options import LARGEST_SEED, LoadingOptions, PairOptions, command
 
 
 if TYPE_CHECKING:
@@ -23,19 +21,18 @@ if TYPE_CHECKING:
 
 
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
-NO_SUCH_ADDRESS = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)  # as where there is no IPv6
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 LARGEST_PORT = 2**16 - 1
 HELP_PORT = "Port to listen on, up to 65535; 0 is any that is free."
 HELP_BATCH_SIZE = "Rows that are decoded together; further requests wait."
 HELP_VERIFICATION = "coupled (texts of a seed are those of plain generate), block or token."
-HELP_SEED = "Of the seeds of requests that bring none; else new ones in each run."
+HELP_SEED = "Texts of requests without a seed follow from this one; by default they differ in each run."
 
 
 @command
 def serve(
-    named: Named,
-    loading: Loading,
+    named: PairOptions,
+    loading: LoadingOptions,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(help=HELP_PORT)] = 8000,
     batch_size: Annotated[int, typer.Option(help=HELP_BATCH_SIZE, min=1)] = 8,
@@ -55,8 +52,7 @@ def serve(
     require(0 <= port <= LARGEST_PORT, f"--port {port} is no port; give a number from 0 to {LARGEST_PORT}.")
     require(log_level in LOG_LEVELS, f"--log-level {log_level} is unknown; choose one of {', '.join(LOG_LEVELS)}.")
     strategy = strategy_options(num_draft_tokens, verification)
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(each) for each in bound_sockets(host, port)]
+    with listening_socket(host, port) as listening:
         with imports():
             import uvicorn
 
@@ -65,61 +61,31 @@ def serve(
         for option, value in strategy.items():
             setattr(pair.strategy, option, value)
         app = build_app(pair, named.first, batch_size=batch_size, seed=seed, enable_cors=enable_cors)
-        with port_errors(host, port):  # another server may have bound it too, and listened first
-            for each in sockets:
-                each.listen()
         say_what_runs(pair, strategy | {"batch_size": batch_size})
         address = f"[{host}]" if ":" in host else host
-        say(f"http://{address}:{sockets[0].getsockname()[1]}/v1 serves the model {named.first!r}; Ctrl-C ends it")
+        say(f"http://{address}:{listening.getsockname()[1]}/v1 serves the model {named.first!r}; Ctrl-C ends it")
         server = uvicorn.Server(uvicorn.Config(app, log_level=log_level))
         with suppress(KeyboardInterrupt):  # which comes again after requests were answered
-            server.run(sockets)
+            server.run([listening])
     app.state.generation_state.shutdown()
     report = app.state.generation_state.manager.strategy.report
     if report is not None:
         say(str(report), "dim")
 
 
-@contextmanager
-def port_errors(host: str, port: int) -> Iterator[None]:
-    """Has a port that cannot be had raise a ValueError with the remedy."""
-    try:
-        yield
-    except OSError as error:
-        message = (
-            f"port {port} of {host} cannot be listened on ({error.strerror or error}); give another one by --port"
-        )
-        raise ValueError(f"{message}, or --port 0 for any that is free, or another --host.") from error
-
-
-def bound_sockets(host: str, port: int) -> list[socket.socket]:
-    """A socket for each address of a host, bound to the port, or to one that is free; nobody can connect yet.
+def listening_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens on a port, or on a free one for 0: clients that connect early wait for their answer.
 
     Raises:
         ValueError: the host has no address here, or the port is in use, or not for this user.
     """
-    sockets: list[socket.socket] = []
-    with port_errors(host, port):
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, *_, address in dict.fromkeys(infos):
-            try:
-                sockets.append(bound_socket(family, (address[0], port, *address[2:])))
-            except OSError as error:
-                if error.errno not in NO_SUCH_ADDRESS or (address == infos[-1][-1] and not sockets):
-                    raise
-            else:
-                port = sockets[-1].getsockname()[1]  # that of the first is that of all
-    return sockets
-
-
-def bound_socket(family: socket.AddressFamily, address: Any) -> socket.socket:
-    """A TCP socket that is bound to one address."""
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not keep a port
-    if family == socket.AF_INET6:
-        bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-    bound.bind(address)
-    return bound
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise ValueError(
+            f"port {port} of {host} cannot be listened on: {error.strerror or error}; give another one by --port, or "
+            "--port 0 for any that is free, or another --host."
+        ) from error
 
 
 def build_app(pair: "DraftTargetPair", name: str, *, enable_cors: bool = False, **options: Any) -> "FastAPI":

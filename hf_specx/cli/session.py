@@ -7,7 +7,7 @@ import copy
 import importlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from rich.text import Text
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_specx.bench.inputs import Inputs, emitted, encode, prompt_width, settings_of
+from hf_specx.bench.inputs import Inputs, emitted, encode, generation_settings, prompt_width
 from hf_specx.bench.store import provenance
 from hf_specx.bench.timer import Comparison, Timing, compare
 from hf_specx.common.errors import require
@@ -26,6 +26,8 @@ from hf_specx.common.wrappers import label_of, vocabulary
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.hub.known_pairs import DRAFT_MODEL, embedded_folder, is_embedded
 from hf_specx.pairs.pair import DraftTargetPair
+from hf_specx.sampling.grammars import MAKE_MATCHERS, full_name
+from hf_specx.sampling.rewindable import PerCallProcessor, RewindableProcessor
 from hf_specx.sampling.thinking import GrammarAfter, ThinkingBudget
 
 from .coloured import LEGEND, OriginStreamer, TokenDecoder, coloured, written_out
@@ -38,45 +40,34 @@ DEMO_BATCHES = (1, 8)
 DEMO_COLUMNS = ("", "batch", "tokens/s", *SPEEDUP_COLUMNS)
 EMBEDDED_FIRST = 1  # of the prompts of the pair in the package: the one whose text is shown, which reads well
 NEXT = "Two models of your own: specx tune TARGET DRAFT --prompts FILE, or specx generate --target T --draft D."
-
-
 THINK, END_THINK = "<think>", "</think>"
 
 
-class NewMasks(list[Any]):
-    """Logits processors that are made anew whenever the list is read: one of xgrammar serves one call.
+class JsonGrammar(PerCallProcessor):
+    """The grammar of a JSON schema as a logits processor that serves any number of calls; one of xgrammar serves one.
 
-    `fingerprint` says what they do, so that a file of texts goes on with the same ones only.
+    Attributes:
+        fingerprint: the schema, so that a file of texts goes on with the same one only.
     """
 
-    def __init__(self, make: Callable[[], list[Any]], fingerprint: str):
-        super().__init__(make())
-        self.make, self.fingerprint = make, fingerprint
+    def __init__(self, processor: Any, schema: str):
+        self.processor, self.fingerprint = processor, schema
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.make())
+    def for_call(self, input_ids: torch.Tensor, vocab_size: int) -> RewindableProcessor:
+        return MAKE_MATCHERS[full_name(self.processor)](self.processor, len(input_ids), vocab_size)
 
 
-def processors_of(pair: DraftTargetPair, thinking_budget: int | None, schema: Path | None) -> NewMasks | None:
-    """The `logits_processor` argument of `generate` for a thinking budget and a JSON schema; None for neither.
+def processors_of(pair: DraftTargetPair, thinking_budget: int | None, schema: Path | None) -> list[Any]:
+    """The logits processors for a thinking budget and a JSON schema, each None if there is none.
 
     Raises:
         ValueError: if the tokenizer has no tags of thinking, or the schema cannot be read.
     """
-    if thinking_budget is None and schema is None:
-        return None
-    budget = None if thinking_budget is None else budget_of(thinking_budget, pair)
-    make_grammar = None if schema is None else json_grammar(schema, pair)
-
-    def make() -> list[Any]:
-        processors: list[Any] = [] if budget is None else [budget]
-        if make_grammar is not None:
-            grammar = make_grammar()
-            processors.append(grammar if budget is None else GrammarAfter(grammar, budget.end))
-        return processors
-
-    text = "" if schema is None else schema.read_text(encoding="utf-8-sig")
-    return NewMasks(make, text if thinking_budget is None else f"{thinking_budget} tokens of thinking, {text}")
+    processors: list[Any] = [] if thinking_budget is None else [budget_of(thinking_budget, pair)]
+    if schema is not None:
+        grammar = json_grammar(schema, pair)
+        processors += [GrammarAfter(grammar.processor, budget.end) for budget in processors] or [grammar]
+    return processors
 
 
 def budget_of(tokens: int, pair: DraftTargetPair) -> ThinkingBudget:
@@ -92,8 +83,8 @@ def budget_of(tokens: int, pair: DraftTargetPair) -> ThinkingBudget:
     return ThinkingBudget(tokens, start=THINK, end=END_THINK, tokenizer=tokenizer)
 
 
-def json_grammar(file: Path, pair: DraftTargetPair) -> Callable[[], Any]:
-    """What makes a logits processor for a JSON schema; raise ValueError if xgrammar cannot read it."""
+def json_grammar(file: Path, pair: DraftTargetPair) -> JsonGrammar:
+    """The grammar of a JSON schema in a file; raise ValueError if xgrammar cannot read it."""
     xgrammar = importlib.import_module("xgrammar")
     processor = importlib.import_module("xgrammar.contrib.hf").LogitsProcessor
     size = vocabulary(pair.target)
@@ -103,7 +94,7 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> Callable[[], Any]:
         grammar = compiler.compile_json_schema(schema, any_whitespace=False)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--json-schema {file} is no JSON schema that xgrammar can read: {error}") from error
-    return partial(processor, grammar)
+    return JsonGrammar(processor(grammar), schema)
 
 
 class Session:
@@ -120,7 +111,7 @@ class Session:
         name: str,
         strategy: dict[str, Any],
         options: dict[str, Any],
-        processors: NewMasks | None,
+        processors: list[Any],
         template_options: dict[str, Any],
         seed: int,
         quiet: bool,
@@ -130,8 +121,8 @@ class Session:
         self.texts, self.console = Output(quiet=quiet), Output(stderr=True, quiet=quiet)
         for option, value in strategy.items():
             setattr(pair.strategy, option, value)
-        settings = settings_of(pair.target, options)
-        masks = {} if processors is None else {"logits_processor": processors}
+        settings = generation_settings(pair.target, options)
+        masks = {"logits_processor": processors} if processors else {}
         self.typed_options = options | {"max_new_tokens": settings["max_new_tokens"]} | masks
         self.options = settings | masks
         say_what_runs(pair, settings | {"seed": seed} | strategy)

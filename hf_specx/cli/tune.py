@@ -19,11 +19,11 @@ from .options import (
     HELP_TARGET,
     AsJson,
     Batches,
-    Loading,
+    DecodingOptions,
+    LoadingOptions,
     Overwrite,
-    Processing,
-    Prompted,
-    Sampling,
+    ProcessorOptions,
+    PromptOptions,
     Seed,
     command,
     typed,
@@ -48,15 +48,16 @@ TUNE_COLUMNS = {  # with what is in them
 HELP_DRAFTS = f"To try: {HELP_DRAFT[:-1]}; exits: several numbers of first layers."
 HELP_OUT = "Folder that the pair with the best draft is saved in."
 HELP_REPEATS = "Turns of plain and speculative generation, at least; 0 checks whether drafts fit, without prompts."
-HELP_SECONDS = "Seconds of turns, for each draft and batch size, at most; they end once it is clear which is faster."
+HELP_SECONDS = "Seconds after which the turns of a draft and batch size end, once there were --repeats of them; "
+HELP_SECONDS += "they end sooner where it is clear which is faster."
 
 
 @command
 def tune(
-    source: Prompted,
-    sampling: Sampling,
-    processing: Processing,
-    loading: Loading,
+    source: PromptOptions,
+    sampling: DecodingOptions,
+    processing: ProcessorOptions,
+    loading: LoadingOptions,
     target: Annotated[str, typer.Argument(help=HELP_TARGET)],
     drafts: Annotated[list[str] | None, typer.Argument(help=HELP_DRAFTS, show_default="suffix exits")] = None,
     batch_size: Batches = None,
@@ -119,7 +120,7 @@ def tune(
         trials = tuning.tune(target, names, settings, bar.update)
     best = trials[0]
     if best.pair is not None and texts:
-        generation = tuning.settings_of(best.pair.target, options)
+        generation = tuning.generation_settings(best.pair.target, options)
         say(f"target {target}, drafts {', '.join(names)}: {in_words(generation)}", "dim")
     show_drafts(target, trials, Output(quiet=as_json))
     if as_json:

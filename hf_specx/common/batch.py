@@ -155,8 +155,11 @@ class Batch:
         fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
         if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:
             shape = list(draft.tokens.shape)
-            message = f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}"
-            raise ValueError(f"{message}; propose [{len(self.rows)}, the largest length] tokens.")
+            message = (
+                f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}; propose "
+                f"[{len(self.rows)}, the largest length] tokens."
+            )
+            raise ValueError(message)
         if draft.tokens.shape[1]:
             self.write(draft.tokens, host_tokens=draft.host_tokens)
             if draft.parents is not None:
@@ -165,11 +168,14 @@ class Batch:
 
     def _tree_of(self, draft: Draft) -> Tree | None:
         """How the candidates of a draft branch, None if none does; raises ValueError if its parents are no such."""
-        parents = tuple(map(tuple, draft.parents or ()))
+        parents = tuple(draft.parents or ())
         numbers = list(map(len, parents))
         if numbers != draft.lengths:
-            message = f"a draft by {draft.source!r} has the parents of {numbers} candidates for lengths "
-            raise ValueError(f"{message}{draft.lengths}; give each row one parent a candidate.")
+            message = (
+                f"a draft by {draft.source!r} has the parents of {numbers} candidates for lengths {draft.lengths}; "
+                "give each row one parent a candidate."
+            )
+            raise ValueError(message)
         if all(of_row == tuple(range(-1, len(of_row) - 1)) for of_row in parents):
             return None
         return tree_of(parents, draft.tokens.shape[1], self.ids.device)
@@ -259,8 +265,8 @@ class Batch:
             tokens=emitted_ids,
             accepted=host.accepted,
             num_new_tokens=num_new_tokens,
-            acceptance=[of_row[:length] for of_row, length in zip(host.acceptance, chain.lengths, strict=True)],
-            overlap=[of_row[:length] for of_row, length in zip(host.overlap, chain.lengths, strict=True)],
+            prefix_acceptance=_of_candidates(host.prefix_acceptance, chain),
+            overlap=_of_candidates(host.overlap, chain),
             undefined=[flags.index(True) if True in flags else len(flags) for flags in host.undefined],
             ended=ended,
             forward=forward,
@@ -388,19 +394,24 @@ def _with_next_token(draft: Draft, verdict: Verdict) -> torch.Tensor:
     return torch.nn.functional.pad(candidates, (0, 1)).scatter(1, verdict.accepted[:, None], next_token)
 
 
+def _of_candidates(values: list[list[float]], chain: Draft) -> list[list[float]]:
+    """The values of each row at its own candidates, without those of fillers."""
+    return [of_row[:length] for of_row, length in zip(values, chain.lengths, strict=True)]
+
+
 class HostVerdict(NamedTuple):
     """What a round reads back from the device, with an entry for each of the R rows.
 
     Attributes:
         tokens: ids [K + 1], of which the accepted ones and the next are new.
-        accepted, acceptance, overlap, undefined: as in `Verdict`.
+        accepted, prefix_acceptance, overlap, undefined: as in `Verdict`.
         stop_flags: as `Stopping.stop_flags` gives them.
         accepted_candidates: the numbers of these in the draft.
     """
 
     tokens: list[list[int]]
     accepted: list[int]
-    acceptance: list[list[float]]
+    prefix_acceptance: list[list[float]]
     overlap: list[list[float]]
     undefined: list[list[bool]]
     stop_flags: list[list[bool]]
@@ -415,9 +426,14 @@ def _read_back(tokens: torch.Tensor, verdict: Verdict, stop_flags: torch.Tensor)
         stop_flags: [R, n] bool.
     """
     path_nodes = tokens[:, :0] if verdict.path_nodes is None else verdict.path_nodes
-    figures = verdict.acceptance, verdict.overlap, verdict.undefined
     ids, numbers_accepted, acceptance, overlap, undefined, flags, paths = _as_lists(
-        tokens, verdict.accepted[:, None], *figures, stop_flags, path_nodes
+        tokens,
+        verdict.accepted[:, None],
+        verdict.prefix_acceptance,
+        verdict.overlap,
+        verdict.undefined,
+        stop_flags,
+        path_nodes,
     )
     accepted = [number for (number,) in numbers_accepted]
     accepted_candidates = [list(range(number)) for number in accepted]

@@ -42,8 +42,11 @@ def chat_text(
     try:
         text = str(tokenizer.apply_chat_template(list(messages), **options))
     except Exception as error:  # of many types: a template may raise its own, or fail on a field that is missing
-        message = f"the chat template fails on {brief(messages)} ({error}); give messages as it wants them, each "
-        raise ValueError(f"{message}with a role and content.") from error
+        message = (
+            f"the chat template fails on {brief(messages)} ({error}); give messages as it wants them, each with a "
+            "role and content."
+        )
+        raise ValueError(message) from error
     adds_bos = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
     if tokenizer.bos_token is None or not adds_bos:
         return text
@@ -60,5 +63,9 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether a prompt is one or more messages, rather than a text or tokens."""
-    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(turn, dict) for turn in prompt)
+    """Whether a prompt is one or more messages, each with a role, and with its content or calls of tools."""
+    is_list = isinstance(prompt, list | tuple) and bool(prompt)
+    return is_list and all(
+        isinstance(message, dict) and "role" in message and not message.keys().isdisjoint(("content", "tool_calls"))
+        for message in prompt
+    )

@@ -50,8 +50,11 @@ class Files(NamedTuple):
 def read_config(name: str | Path, file: str = "config.json", **hub: Any) -> dict[str, Any]:
     """The JSON object in the config of a repository or folder, or in another file; ValueError if there is none."""
     path = find_file(name, file, **hub)
-    message = f"{name} has no {file} here, nor on the Hub if that can be reached, so it is no draft head or model; "
-    require(path is not None, f"{message}give a folder or a repository of one.")
+    message = (
+        f"{name} has no {file} here, nor on the Hub if that can be reached, so it is no draft head or model; give a "
+        "folder or a repository of one."
+    )
+    require(path is not None, message)
     try:
         raw = json.loads(Path(str(path)).read_bytes())
     except (ValueError, RecursionError) as error:

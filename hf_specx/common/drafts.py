@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from hf_specx.common.errors import require, similar
 
 
+PAIR_CONFIG_NAME = "specx_config.json"  # the file in a folder or repository that makes it a pair
+DRAFT_FOLDER = "draft"  # in a pair's folder, that of its draft where it is inside
 FIXED_DRAFT_TOKENS = 5  # candidates of a round where "auto" has no costs to go by, or must not use them
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 SUFFIX, EXIT, LAYERS, OF_HEADS = "suffix", "exit:", "layers:", "head:"

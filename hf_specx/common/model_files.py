@@ -28,8 +28,10 @@ OF_SEVERAL_PROCESSES = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  #
 
 def check_reference(name: str) -> None:
     """Raise ValueError unless a repository that a config names can be loaded by its name."""
-    message = f"the pair means the repository {name!r}, and a local folder of that name would be loaded in its place; "
-    message += "rename it or work elsewhere, or load the model yourself and pass it."
+    message = (
+        f"the pair means the repository {name!r}, and a local folder of that name would be loaded in its place; "
+        "rename it or work elsewhere, or load the model yourself and pass it."
+    )
     require(not Path(name).exists(), message)
 
 
@@ -49,18 +51,21 @@ def check_model(folder: Path, trust_remote_code: bool, pinned: bool) -> None:
     Only trusted ones that are `pinned`, and so are always the same, may bring code.
     """
     path, generation = folder / "config.json", folder / "generation_config.json"
+    is_adapter = (folder / "adapter_config.json").exists() and not path.exists()
     message = (
         f"{folder} is an adapter of PEFT, and no whole model; merge it into its model by merge_and_unload() of peft, "
+        "save that, and name it. (As the target of a command it is merged.)"
     )
-    is_adapter = (folder / "adapter_config.json").exists() and not path.exists()
-    require(not is_adapter, f"{message}save that, and name it. (As the target of a command it is merged.)")
+    require(not is_adapter, message)
     require(path.is_file(), f"{folder} has no config.json: the model is missing, or was written half; {GET_AGAIN}.")
     config, settings = _object_in(path), _object_in(generation)
     require(config is not None, f"{path} is not a JSON object; {GET_AGAIN}.")
     message = f"{generation} is not a JSON object, and transformers would use its own defaults; {GET_AGAIN}."
     require(not generation.exists() or settings is not None, message)
-    message = f"{folder} has an adapter_config.json, which names a model elsewhere; merge the adapter and save the "
-    require(not (folder / "adapter_config.json").exists(), f"{message}model.")
+    message = (
+        f"{folder} has an adapter_config.json, which names a model elsewhere; merge the adapter and save the model."
+    )
+    require(not (folder / "adapter_config.json").exists(), message)
     _check_code(path, config, trust_remote_code, pinned)
 
 
@@ -68,8 +73,10 @@ def check_generation(folder: Path) -> None:
     """Raise ValueError if a target's generation config asks for beam search."""
     path = folder / "generation_config.json"
     beams = (_object_in(path) or {}).get("num_beams")
-    message = f"{path} has num_beams={beams!r}, for which transformers repeats every row before it calls a strategy; "
-    message += "take it out."
+    message = (
+        f"{path} has num_beams={beams!r}, for which transformers repeats every row before it calls a strategy; take "
+        "it out."
+    )
     require(beams in (None, 1), message)
 
 
@@ -78,12 +85,13 @@ def _check_code(path: Path, settings: Any, trust_remote_code: bool, pinned: bool
     config, *parts = _objects(settings)
     is_unknown_type = "auto_map" in config and str(config.get("model_type")) not in CONFIG_MAPPING
     brings_code = is_unknown_type or any("auto_map" in part for part in parts)
-    message = f"the model in {path.parent} brings code of its own, "
-    require(not brings_code or trust_remote_code, f"{message}which is not run; {TRUST}.")
-    message += (
-        "and the pair names its repository without a full commit, so that the code may change; write the commit "
+    message = f"the model in {path.parent} brings code of its own, which is not run; {TRUST}."
+    require(not brings_code or trust_remote_code, message)
+    message = (
+        f"the model in {path.parent} brings code of its own, and the pair names its repository without a full commit, "
+        "so that the code may change; write the commit that you have read as its revision in the pair's config."
     )
-    require(not brings_code or pinned, f"{message}that you have read as its revision in the pair's config.")
+    require(not brings_code or pinned, message)
     is_trusted = trust_remote_code and pinned
     for part in (config, *parts):
         if is_trusted:
@@ -149,8 +157,11 @@ def shards(folder: Path) -> list[str]:
     for name in names:
         is_plain = Path(name).name == name and "\\" not in name and name not in (".", "..")
         require(is_plain, f"{index} names {name!r}, which is outside the model's folder; {GET_AGAIN}.")
-        message = f"{index} names {name!r}, and only safetensors are loaded, since other files may run code; "
-        require(name.endswith(".safetensors"), f"{message}save the model anew.")
+        message = (
+            f"{index} names {name!r}, and only safetensors are loaded, since other files may run code; save the "
+            "model anew."
+        )
+        require(name.endswith(".safetensors"), message)
     return names
 
 

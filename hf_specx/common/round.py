@@ -15,8 +15,8 @@ from .tree import Parents, Tree, row_tree_of
 class Draft(NamedTuple):
     """Candidates of the R decoding rows, each row with its own number of them: a chain, or a tree.
 
-    What has K entries a row is by candidate, in the order of `tokens`. What has D is by position on the chain of first
-    choices, wherever these stand among the candidates; without `parents` the two are the same.
+    Arrays of K are indexed by candidate, in the order of `tokens`. Arrays of D are indexed by depth on the chain of
+    first choices, wherever these stand among the candidates; without `parents` the two are the same.
 
     Attributes:
         tokens: [R, K] int64. From a row's length on they are fillers: nothing is proposed there.
@@ -26,8 +26,8 @@ class Draft(NamedTuple):
         source: who proposed them; a list [R] where rows have different sources.
         forced: [R, D], which first choices are the only token that the processors allow there; None if that is not
             known.
-        acceptance: for each row the probability that its first i candidates are all accepted, i = 1 to its length, as
-            the drafter expects it; None if it expects nothing.
+        prefix_acceptance: for each row the probability that its first i candidates are all accepted, i = 1 to its
+            length, as the drafter expects it; None if it expects nothing.
         model_free: [R] bool, rows whose candidates are from a part of the draft without a model, such as n-grams;
             None if all rows are of one kind, as they are unless the draft has several parts.
         host_tokens: the first columns of `tokens` as lists, [up to K][R], if they were read back from the device.
@@ -41,7 +41,7 @@ class Draft(NamedTuple):
     probs: torch.Tensor | None = None
     source: str | list[str] = "none"
     forced: list[list[bool]] | None = None
-    acceptance: list[list[float]] | None = None
+    prefix_acceptance: list[list[float]] | None = None
     model_free: list[bool] | None = None
     host_tokens: Sequence[list[int]] = ()
     parents: Sequence[Parents] | None = None
@@ -60,21 +60,29 @@ class Draft(NamedTuple):
             host_tokens: Sequence[list[int]] = ()  # of other candidates
         else:
             host_tokens = self.host_tokens[: min(lengths, default=0)]
-        return self._replace(tokens=tokens, lengths=lengths, acceptance=None, host_tokens=host_tokens, parents=None)
+        return self._replace(
+            tokens=tokens, lengths=lengths, prefix_acceptance=None, host_tokens=host_tokens, parents=None
+        )
 
-    def cut(self, most: int) -> "Draft":
-        """The first `most` candidates of each row, forced ones aside; these are a tree, as parents come first."""
+    def cut(self, max_nodes: int) -> "Draft":
+        """The first `max_nodes` candidates of each row, forced ones aside; these are a tree, as parents come first."""
         forced = self.forced or [[]] * len(self.lengths)
-        lengths = [min(length, most + sum(flags)) for length, flags in zip(self.lengths, forced, strict=True)]
+        lengths = [min(length, max_nodes + sum(flags)) for length, flags in zip(self.lengths, forced, strict=True)]
         if lengths == self.lengths:
             return self
-        acceptance, parents = self.acceptance, self.parents
+        acceptance, parents = self.prefix_acceptance, self.parents
         if acceptance is not None:
             acceptance = [of_row[:length] for of_row, length in zip(acceptance, lengths, strict=True)]
         if parents is not None:
             parents = [of_row[:length] for of_row, length in zip(parents, lengths, strict=True)]
-        tokens = self.tokens[:, : max(lengths)]
-        return self._replace(tokens=tokens, lengths=lengths, acceptance=acceptance, parents=parents)
+        longest = max(lengths)
+        return self._replace(
+            tokens=self.tokens[:, :longest],
+            lengths=lengths,
+            prefix_acceptance=acceptance,
+            host_tokens=self.host_tokens[:longest],
+            parents=parents,
+        )
 
     @property
     def sources(self) -> list[str]:
@@ -96,8 +104,8 @@ class Draft(NamedTuple):
         """
         if self.forced is None:
             return max(self.model_lengths, default=0)
-        proposed = [flags[:length] for flags, length in zip(self.forced, self.model_lengths, strict=True)]
-        return sum(not all(flags) for flags in zip_longest(*proposed, fillvalue=True))
+        of_candidates = [flags[:length] for flags, length in zip(self.forced, self.model_lengths, strict=True)]
+        return sum(not all(flags) for flags in zip_longest(*of_candidates, fillvalue=True))
 
     @property
     def is_candidate(self) -> torch.Tensor | None:
@@ -115,20 +123,20 @@ class Verdict(NamedTuple):
     Attributes:
         accepted: [R] int64, leading candidates that are kept, 0 to the row's length.
         next_token: [R] int64, the recovered token, or the bonus token where all candidates are kept.
-        acceptance: [R, K], for i = 1 to K the probability that at least i candidates are accepted, given them all.
-            It is known at all K positions, also after a rejection, so its mean over rounds estimates
+        prefix_acceptance: [R, K], for i = 1 to K the probability that at least i candidates are accepted, given them
+            all. It is known at all K positions, also after a rejection, so its mean over rounds estimates
             P(accepted >= i) without bias. float64; int64, 0 or 1, from `verify_match`.
         overlap: [R, K], sum_x min(p, q) at each candidate; under greedy 1 for a match.
         undefined: [R, K + 1] bool, positions without a distribution, where `generate` raises if a row gets there.
         path_nodes: [R, D + 1] int64, the nodes on the branch that was taken in a tree of depth D, node 0 first; what
             lies behind the accepted ones is not read. None for a chain. `undefined` is [R, D + 1] then, of this
-            branch; `acceptance` and `overlap` [R, D] are of the chain of first choices, behind whose end they are not
-            read.
+            branch; `prefix_acceptance` and `overlap` [R, D] are of the chain of first choices, behind whose end they
+            are not read.
     """
 
     accepted: torch.Tensor
     next_token: torch.Tensor
-    acceptance: torch.Tensor
+    prefix_acceptance: torch.Tensor
     overlap: Any = None
     undefined: Any = None
     path_nodes: torch.Tensor | None = None
@@ -171,7 +179,7 @@ class Round:
         tokens: the ids of these.
         accepted: how many candidates were accepted, whether or not a stop cut them off.
         num_new_tokens: accepted candidates and the token after them; in lockstep, of the row that has fewest.
-        acceptance, overlap: of `Verdict`, for the candidates of each row.
+        prefix_acceptance, overlap: of `Verdict`, for the candidates of each row.
         undefined: the first position of each row without a distribution; K + 1 if there is none.
         ended: the numbers of rows that have ended.
         forward: the target's, with the model's own logits; None in a record made without it.
@@ -191,7 +199,7 @@ class Round:
     tokens: list[list[int]]
     accepted: list[int]
     num_new_tokens: list[int]
-    acceptance: list[list[float]]
+    prefix_acceptance: list[list[float]]
     overlap: list[list[float]]
     undefined: list[int]
     ended: list[int] = field(default_factory=list)
@@ -241,17 +249,17 @@ class Round:
 
     @property
     def draft_acceptance(self) -> list[list[float]]:
-        """`acceptance` at the candidates that took a step of the draft: those neither forced nor model-free."""
+        """`prefix_acceptance` at the candidates that took a step of the draft: those neither forced nor model-free."""
         return self._unforced_acceptance(self.draft.model_lengths)
 
     @property
     def unforced_acceptance(self) -> list[list[float]]:
-        """`acceptance` at the candidates that were not forced, since any draft has these right."""
+        """`prefix_acceptance` at the candidates that were not forced, since any draft has these right."""
         return self._unforced_acceptance(self.draft.lengths)
 
     def _unforced_acceptance(self, lengths: list[int]) -> list[list[float]]:
-        """`acceptance` at the first `lengths` [R] candidates, without forced ones."""
-        acceptance = [of_row[:number] for of_row, number in zip(self.acceptance, lengths, strict=True)]
+        """`prefix_acceptance` at the first `lengths` [R] candidates, without forced ones."""
+        acceptance = [of_row[:number] for of_row, number in zip(self.prefix_acceptance, lengths, strict=True)]
         if self.draft.forced is None:
             return acceptance
         unforced = []
@@ -263,5 +271,5 @@ class Round:
 class Listener(Protocol):
     """An object that wants to know what became of each round."""
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Called once the text has grown."""

@@ -1,12 +1,13 @@
 """How the candidates of a round branch: their parents, and what follows from these.
 
-There are two numberings, one apart. Candidates of a row have the numbers 0 to K - 1, in the order of `Draft.tokens`.
-Nodes are what a token can follow: node 0 is the last emitted token, and node i + 1 is candidate i. The forward of a
-round gives logits after each node, in this order, whether candidates are a chain or a tree. Here and elsewhere numbers
-are those of candidates unless a name has "node" in it: `node_depths` has one entry for each node, `parent_nodes` has
-nodes as its values, and `node_paths` both.
+Candidates of a row have the numbers 0 to K - 1, in the order of `Draft.tokens`. Nodes are what a token can follow:
+node 0 is the last emitted token, and node i + 1 is candidate i, so that node numbers are candidate numbers plus one.
+The forward of a round gives logits after each node, in this order, whether candidates are a chain or a tree. Here and
+elsewhere numbers are those of candidates unless a name has "node" in it: `node_depths` has one entry for each node,
+`parent_nodes` has nodes as its values, and `node_paths` both.
 """
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -51,8 +52,11 @@ def row_tree_of(parents: Parents) -> RowTree:
     node_children = [0] * (len(parents) + 1)
     for candidate, parent in enumerate(parents):
         if not -1 <= parent < candidate:
-            message = f"candidate {candidate} has the parent {parent}; parents stand before their children, and -1 is "
-            raise ValueError(message + "that of those that follow the last emitted token.")
+            message = (
+                f"candidate {candidate} has the parent {parent}; parents stand before their children, and -1 is that "
+                "of those that follow the last emitted token."
+            )
+            raise ValueError(message)
         parent_node = parent + 1
         node_prefixes.append((*node_prefixes[parent_node], candidate))
         ranks.append(node_children[parent_node])
@@ -64,27 +68,36 @@ def row_tree_of(parents: Parents) -> RowTree:
     return RowTree(tuple(ranks), tuple(first_choices), node_depths, tuple(node_prefixes), tuple(node_children))
 
 
+class RowTables(NamedTuple):
+    """What the tensors of a `Tree` hold of one row, fillers and paths behind their ends among it; paths lie flat."""
+
+    node_depths: list[int]
+    parent_nodes: list[int]
+    first_choice_nodes: list[int]
+    node_paths: list[int]
+
+
 @lru_cache(KEPT_ROWS)
-def row_numbers(parents: Parents, most: int, depth: int) -> list[int]:
-    """What the tensors of a `Tree` hold of one row, in their order, where the batch has this `most` and `depth`."""
-    row, num_fillers = row_tree_of(parents), most - len(parents)
-    parent_nodes = [parent + 1 for parent in parents]
+def flat_row_tables(parents: Parents, max_length: int, depth: int) -> tuple[list[int], list[int]]:
+    """The `RowTables` of a row one after another in one list, and the lengths of each.
+
+    Of the rows of its batch `max_length` is the most candidates, and `depth` that of the longest branch.
+    """
+    row, num_fillers = row_tree_of(parents), max_length - len(parents)
     first_choice_nodes = [0, *(candidate + 1 for candidate in row.first_choices)]
     node_paths = []
     for node, prefix in enumerate(row.node_prefixes):
         path = [0, *(candidate + 1 for candidate in prefix)]
         node_paths += path + [node] * (depth + 1 - len(path))
-    for filler in range(len(parents) + 1, most + 1):  # a child of node 0, which nothing follows
+    for filler in range(len(parents) + 1, max_length + 1):  # a child of node 0, which nothing follows
         node_paths += [0] + [filler] * depth
-    return [
-        *row.node_depths,
-        *[1] * num_fillers,
-        *parent_nodes,
-        *[0] * num_fillers,
-        *first_choice_nodes,
-        *[0] * (depth + 1 - len(first_choice_nodes)),
-        *node_paths,
-    ]
+    tables = RowTables(
+        node_depths=[*row.node_depths, *[1] * num_fillers],
+        parent_nodes=[parent + 1 for parent in parents] + [0] * num_fillers,
+        first_choice_nodes=first_choice_nodes + [0] * (depth + 1 - len(first_choice_nodes)),
+        node_paths=node_paths,
+    )
+    return [*itertools.chain(*tables)], list(map(len, tables))
 
 
 class Tree:
@@ -100,30 +113,31 @@ class Tree:
         first_choice_nodes: [R, D + 1] int64, node 0 and those on the chain of first choices; behind its end, node 0.
     """
 
-    def __init__(self, parents: Sequence[Parents], most: int, device: torch.device):
-        """From the `parents` [R] of each row, of which the one that has most has `most` candidates."""
-        self.parents_of_rows, self.most, self.device = tuple(parents), most, device
+    def __init__(self, parents: Sequence[Parents], max_length: int, device: torch.device):
+        """From the `parents` [R] of each row, of which none has more than `max_length` candidates: K."""
+        self.parents_of_rows, self.max_length, self.device = tuple(parents), max_length, device
         self.rows = [row_tree_of(of_row) for of_row in parents]
         self.depth = max(max(row.node_depths) for row in self.rows)
-        nodes, columns = most + 1, self.depth + 1
-        numbers = [row_numbers(of_row, most, self.depth) for of_row in parents]
-        sizes = [nodes, most, columns, nodes * columns]
+        tables_of_rows = [flat_row_tables(of_row, max_length, self.depth) for of_row in parents]
+        sizes = tables_of_rows[0][1]  # those of all rows
+        views = to_device_async([numbers for numbers, _ in tables_of_rows], device).split(sizes, 1)
         # views would have strides that depend on the depth, for each of which torch would compile forwards again
-        views = to_device_async(numbers, device).split(sizes, 1)
         parts = [view.clone(memory_format=torch.contiguous_format) for view in views]
-        self.node_depths, self.parent_nodes, self.first_choice_nodes = parts[:3]
-        self.node_paths = parts[3].view(-1, nodes, columns)
-        self.node_mask = (self.node_paths[..., None] == torch.arange(nodes, device=device)).any(2)
+        tables = dict(zip(RowTables._fields, parts, strict=True))
+        self.node_depths, self.parent_nodes = tables["node_depths"], tables["parent_nodes"]
+        self.first_choice_nodes = tables["first_choice_nodes"]
+        self.node_paths = tables["node_paths"].view(-1, max_length + 1, self.depth + 1)
+        self.node_mask = (self.node_paths[..., None] == torch.arange(max_length + 1, device=device)).any(2)
 
     def row(self, index: int) -> "Tree":
         """That of one row alone."""
-        return tree_of((self.parents_of_rows[index],), self.most, self.device)
+        return tree_of((self.parents_of_rows[index],), self.max_length, self.device)
 
 
 @lru_cache(KEPT_BATCHES)
-def tree_of(parents: tuple[Parents, ...], most: int, device: torch.device) -> Tree:
-    """The `Tree` of rows with these parents, `most` candidates in one that has most."""
-    return Tree(parents, most, device)
+def tree_of(parents: tuple[Parents, ...], max_length: int, device: torch.device) -> Tree:
+    """The `Tree` of rows with these parents, at most `max_length` candidates each."""
+    return Tree(parents, max_length, device)
 
 
 def at_nodes(values: torch.Tensor, nodes: torch.Tensor | None) -> torch.Tensor:

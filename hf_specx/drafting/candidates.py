@@ -21,9 +21,9 @@ from hf_specx.models.prompts import prepare
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.verifiers import GreedyVerifier, Verifier
 
-from .auto import RoundTimer
 from .drafter import DraftContext, Drafter, no_candidates, shared_prefix_length
 from .forced import ForcedRun
+from .round_timer import RoundTimer
 from .several import SeveralDrafts
 from .trees import Shape, TreeKind, TreeShapes, shape_below
 
@@ -41,6 +41,45 @@ def make_drafter(draft: "AnyDraft | Sequence[AnyDraft]", target: PreTrainedModel
     if isinstance(draft, PreTrainedModel):
         return SampledCandidateGenerator(draft)
     return GeneratorDrafter(cast(CandidateGenerator, draft))
+
+
+class FoundCandidates:
+    """The candidates of a round while they are found, position by position.
+
+    Attributes:
+        limits: [R], how many candidates of the draft model each row may have.
+        steps: the positions for which the draft model took a step; for the others all tokens were forced.
+        ranked: at each position [R, n], the candidate first, and next best ones behind it where they may branch.
+        host_ranked: the same as lists, if masks ask for candidates on the host.
+        probs: at each position q [R, 1, V], if candidates are drawn from it.
+        num_drawn: [R], candidates of each row without forced ones.
+    """
+
+    def __init__(self, limits: list[int]):
+        self.limits = list(limits)
+        self.steps: list[int] = []
+        self.ranked: list[torch.Tensor] = []
+        self.host_ranked: list[list[list[int]]] = []
+        self.probs: list[torch.Tensor] = []
+        self.num_drawn = [0] * len(limits)
+
+    @property
+    def position(self) -> int:
+        """The next position."""
+        return len(self.ranked)
+
+    @property
+    def num_unfed(self) -> int:
+        """How many candidates in front of it the draft model took no step for."""
+        last_step = self.steps[-1] if self.steps else -1
+        return self.position - last_step - 1
+
+    def add(self, ranked: torch.Tensor, drawn_from: torch.Tensor | None, draws: list[bool]) -> None:
+        """Add what was found at the next position: `ranked` [R, n], by q [R, V], of rows that draw and of others."""
+        self.ranked.append(ranked)
+        if drawn_from is not None:
+            self.probs.append(drawn_from[:, None])
+        self.num_drawn = [number + draw for number, draw in zip(self.num_drawn, draws, strict=True)]
 
 
 class SampledCandidateGenerator(CandidateGenerator, Drafter):
@@ -111,7 +150,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             if len(batch.counts) > self.num_prompts:
                 runner.add_rows(batch, batch.index.where(batch.index < self.num_prompts, 0))
             elif len(batch.rows) < len(batch.counts):
-                runner.drop_rows(batch.index)
+                runner.gather_rows(batch.index)
             self.has_prefilled = True
         if self.unread_rows:
             new_rows = [row for row in batch.rows if row in self.unread_rows]
@@ -138,26 +177,18 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         """
         if self.tree_shapes is not None:
             lengths = self.tree_shapes.begin_round(lengths, self.tree_kind)
-        limits = list(lengths)
-        num_drafted = [0] * len(lengths)  # without forced tokens
-        num_steps = 0
-        last_step = -1  # the position of the last step of the draft model
-        choices: list[torch.Tensor] = []  # [R, n] at each position, the candidate first
-        host_choices: list[list[list[int]]] = []  # the same as lists, where masks ask for candidates on the host
-        probs: list[torch.Tensor] = []
+        found = FoundCandidates(lengths)
         forced_run = None
         if self.allow_forced_tokens and self.processors.mask_size:
             forced_run = ForcedRun(self.processors, batch, self.round_timer, self.draftable)
         while True:
-            position = len(choices)
-            num_counted = position if self.counts_forced else num_steps
-            draws = [num_counted < limit for limit in limits]  # [R], rows that take a candidate of the draft model
+            num_counted = found.position if self.counts_forced else len(found.steps)
+            draws = [num_counted < limit for limit in found.limits]  # [R], rows that take a candidate of the model
             if forced_run is not None:
                 draws = forced_run.next_position(draws)
             if any(draws):
-                scores = self._scores(batch, position, num_unfed=position - last_step - 1)
-                last_step = position
-                num_steps += 1
+                scores = self._scores(batch, found.position, found.num_unfed)
+                found.steps.append(found.position)
             elif forced_run is not None and forced_run.has_forced_tokens:
                 size = len(lengths), self.vocab_size or 0
                 scores = torch.zeros(size, dtype=torch.float32, device=batch.ids.device)
@@ -165,48 +196,50 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
                 break
             if forced_run is not None:
                 scores = forced_run.restrict(scores)
-            ranked, drawn_from = self._choose(batch, scores, position, draws, lengths)
+            ranked, drawn_from = self._choose(batch, scores, found.position, draws, lengths)
             host_tokens = []
             if forced_run is not None and self.tree_shapes is not None:  # all at once, since it asks for the first
-                host_choices.append(ranked.tolist())
-                host_tokens = [[of_row[0] for of_row in host_choices[-1]]]
-            batch.write(ranked[:, :1], position, host_tokens)
-            choices.append(ranked)
-            if drawn_from is not None:
-                probs.append(drawn_from[:, None])
-            num_drafted = [number + draw for number, draw in zip(num_drafted, draws, strict=True)]
+                found.host_ranked.append(ranked.tolist())
+                host_tokens = [[of_row[0] for of_row in found.host_ranked[-1]]]
+            batch.write(ranked[:, :1], found.position, host_tokens)
+            found.add(ranked, drawn_from, draws)
             if self.threshold:
-                limits = self._limits_after(ranked[:, 0], scores, limits)
-        if not choices:
+                found.limits = self._limits_after(ranked[:, 0], scores, found.limits)
+        return self._draft_of(found, forced_run, batch)
+
+    def _draft_of(self, found: "FoundCandidates", forced_run: ForcedRun | None, batch: Batch) -> Draft:
+        """The draft of what was found: a chain, or a tree where candidates may branch."""
+        if not found.ranked:
             return no_candidates(batch)
         draft = Draft(
-            torch.stack([ranked[:, 0] for ranked in choices], 1),
-            num_drafted,
-            torch.cat(probs, 1) if probs else None,
+            torch.stack([ranked[:, 0] for ranked in found.ranked], 1),
+            found.num_drawn,
+            torch.cat(found.probs, 1) if found.probs else None,
             self.source,
-            host_tokens=batch.host_candidates[: len(choices)],
+            host_tokens=batch.host_candidates[: found.position],
         )
         if forced_run is not None:
-            source = self.source if num_steps else "forced"
+            source = self.source if found.steps else "forced"
             draft = draft._replace(lengths=forced_run.lengths, source=source, forced=forced_run.forced)
         draft = self._confident_part(draft)
         if self.tree_shapes is None:
             return draft
-        return as_tree(draft, choices, self.tree_shapes, self.tree_kind, host_choices)
+        return as_tree(draft, found.ranked, self.tree_shapes, self.tree_kind, found.host_ranked)
 
     def _choose(
         self, batch: Batch, scores: torch.Tensor, position: int, draws: list[bool], depths: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The choices [R, n] at a position, the candidate first, and q, as of `Verifier.choose`.
+        """The choices [R, n] at a position, the candidate first, and q, as of `Verifier.draw_candidates`.
 
         In a chain the candidate is the only one. `draws` [R] says which rows take it from the draft model, and
         `depths` [R] how deep their trees go.
         """
         if self.tree_shapes is None:
-            token, drawn_from = self.verifier.choose(batch, scores, position, [position + draw for draw in draws])
+            lengths = [position + draw for draw in draws]
+            token, drawn_from = self.verifier.draw_candidates(batch, scores, position, lengths)
             return token[:, None], drawn_from
         number = min(self.tree_shapes.num_choices(position, depths, self.tree_kind), scores.shape[-1])
-        return self.verifier.rank(batch, scores, position, number)
+        return self.verifier.top_candidates(batch, scores, position, number)
 
     def _confident_part(self, draft: Draft) -> Draft:
         """The candidates of each row before the first that the draft itself takes back."""
@@ -254,7 +287,8 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             num_fed = emitted_before if is_free else emitted_before + num_first
             self.runner.limit_computed_tokens(row, min(num_fed, done.batch.counts[row] - 1))
         if done.keep_indices is not None:
-            self.runner.drop_rows(done.keep_indices)
+            self.runner.gather_rows(done.keep_indices)
+            self.runner.forget_prompts([row for row in done.rows if row not in done.batch.rows])
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return lambda count: self._ready(batch).dummy_run(batch, count)
@@ -285,36 +319,36 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
 def as_tree(
     draft: Draft,
-    choices: Sequence[torch.Tensor],
+    ranked: Sequence[torch.Tensor],
     tree_shapes: TreeShapes,
     kind: TreeKind = "comb",
-    host_choices: Sequence[list[list[int]]] = (),
+    host_ranked: Sequence[list[list[int]]] = (),
 ) -> Draft:
     """A chain of candidates with next best choices beside it, which are the same behind all at one position.
 
     Args:
-        choices: at each position [R, n], best first; the first are the candidates of the chain.
+        ranked: at each position the draft's choices [R, n], best first; the first are the candidates of the chain.
         kind: of the shapes; in a row with forced tokens it is "comb", since these are right behind the chain, and
             nowhere else for sure.
-        host_choices: the same as lists, if they were read back.
+        host_ranked: `ranked` as lists, if they were read back.
     """
     shapes = []
-    for row, length in enumerate(draft.lengths):
-        limits = [ranked.shape[1] for ranked in choices]
-        is_forced = [] if draft.forced is None else draft.forced[row]
+    for index, length in enumerate(draft.lengths):
+        limits = [of_position.shape[1] for of_position in ranked]
+        is_forced = [] if draft.forced is None else draft.forced[index]
         for position in compress(range(len(limits)), is_forced):
             limits[position] = 1
         shapes.append(shape_below(tree_shapes.shape("comb" if any(is_forced) else kind, length), tuple(limits)))
     if all(shape.is_chain for shape in shapes):
         return draft
-    widest = max(ranked.shape[1] for ranked in choices)
+    widest = max(of_position.shape[1] for of_position in ranked)
     places, places_on_device = places_of(tuple(shapes), widest, draft.tokens.device)
-    padded = [nn.functional.pad(ranked, (0, widest - ranked.shape[1])) for ranked in choices]
+    padded = [nn.functional.pad(of_position, (0, widest - of_position.shape[1])) for of_position in ranked]
     tokens = torch.cat(padded, 1).gather(1, places_on_device)
     host_tokens: list[list[int]] = []
-    for column in zip(*places, strict=True) if host_choices else ():
+    for column in zip(*places, strict=True) if host_ranked else ():
         positions_and_ranks = [divmod(place, widest) for place in column]
-        host_tokens.append([host_choices[at][row][rank] for row, (at, rank) in enumerate(positions_and_ranks)])
+        host_tokens.append([host_ranked[at][index][rank] for index, (at, rank) in enumerate(positions_and_ranks)])
     lengths, parents = [len(shape.parents) for shape in shapes], [shape.parents for shape in shapes]
     return draft._replace(tokens=tokens, lengths=lengths, parents=parents, host_tokens=host_tokens)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .forward_times import ForwardTimes, on_grid, time_forwards
+from .forward_times import QUERY_LENGTHS, ForwardTimes, on_grid, time_forwards
 from .trees import RankEstimate
 
 
@@ -20,7 +20,7 @@ PRIOR_WEIGHT = 4.0  # candidates that an assumption counts for: `PRIOR_ALPHA`, a
 ALPHA_MEMORY = 100  # candidates that the acceptance of all earlier calls counts for when a call is added
 MIN_SAMPLES = 4  # rounds of a size before their time is used
 UNSEEN_TREES = 0.97  # power to which the overhead of trees that a call has not seen is raised
-ROUNDS_PER_TIMING = 400  # rounds with candidates that pay for timing forwards, which takes as long as some 20 of them
+ROUNDS_PER_TIMING = 400  # rounds with candidates that pay for timing forwards, which takes as long as some 20 to 30
 
 
 def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
@@ -37,7 +37,7 @@ class Costs:
     With the same costs and seed, two processes draft the same numbers under token and block verification.
 
     Attributes:
-        table: seconds of bare forwards by batch size: {"target": {query length: seconds}, "draft": seconds}.
+        forward_times: seconds of bare forwards by batch size: {"target": {query length: seconds}, "draft": seconds}.
         alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were: the
             `conditional_acceptance` of reports.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
@@ -46,13 +46,13 @@ class Costs:
             number of nodes; not saved.
         trial_budget: the time, in plain steps, that later calls may lose by trying a draft that does not pay.
         clock: gives seconds; time is read nowhere else.
-        measured: all rows of the table that were timed, by batch size; `prepare` takes them, and times no size again.
-        assumed: batch sizes whose row is assumed by the models' sizes, and not timed yet.
-        timing_budget: rounds with candidates since a row was timed; `ROUNDS_PER_TIMING` of them pay for the next.
+        measured: all `forward_times` that were timed; `prepare` takes them, and times no size again.
+        assumed: batch sizes whose `forward_times` are assumed by the models' sizes, and not timed yet.
+        timing_budget: rounds with candidates since forwards were timed; `ROUNDS_PER_TIMING` of them pay for the next.
         candidates_per_step: candidates that a draft step finds, at most: more than 1 for a head that drafts a block.
     """
 
-    table: dict[int, ForwardTimes] = field(default_factory=dict)
+    forward_times: dict[int, ForwardTimes] = field(default_factory=dict)
     alpha: dict[str, float] = field(default_factory=dict)
     rounds: dict[int, dict[int, float]] = field(default_factory=dict)
     rank_estimates: dict[str, RankEstimate] = field(default_factory=dict)
@@ -67,98 +67,110 @@ class Costs:
     def __repr__(self) -> str:
         """Batch sizes that were timed, and acceptance so far."""
         alpha = ", ".join(f"{verification}: {value:.3f}" for verification, value in self.alpha.items())
-        return f"Costs(batch sizes {sorted(self.table.keys() - self.assumed)}, acceptance {{{alpha}}})"
+        return f"Costs(batch sizes {sorted(self.forward_times.keys() - self.assumed)}, acceptance {{{alpha}}})"
 
-    def knows(self, batch: int) -> bool:
-        """Whether times were measured for a batch size."""
-        return batch in self.table and batch not in self.assumed
+    def knows(self, batch_size: int, longest: int = 1) -> bool:
+        """Whether times were measured for a batch size, of forwards of up to `longest` tokens of a row."""
+        return batch_size not in self.assumed and _reaches(self.forward_times.get(batch_size), longest)
 
-    def target(self, batch: int, query_length: float) -> float:
+    def target_seconds(self, batch_size: int, query_length: float) -> float:
         """T_t(B, q) in seconds, on a line between measured query lengths.
 
         For other batch sizes it is that of a forward of the nearest one with equally many tokens in all.
         """
-        nearest = self._nearest(batch)
-        points = sorted(self.table[nearest]["target"].items())
-        return _interpolate(points, query_length * batch / nearest)
+        nearest = self._nearest(batch_size)
+        points = sorted(self.forward_times[nearest]["target"].items())
+        return _interpolate(points, query_length * batch_size / nearest)
 
-    def draft(self, batch: int) -> float:
+    def draft_seconds(self, batch_size: int) -> float:
         """T_d(B, 1) in seconds; for other batch sizes than the measured ones it grows as the target's."""
-        nearest = self._nearest(batch)
-        return self.table[nearest]["draft"] * self.target(batch, 1) / self.target(nearest, 1)
+        nearest = self._nearest(batch_size)
+        measured, plain = self.forward_times[nearest]["draft"], self.target_seconds(nearest, 1)
+        return measured * self.target_seconds(batch_size, 1) / plain
 
     def num_steps(self, num_candidates: int) -> int:
         """How many steps of the draft find so many candidates."""
         return math.ceil(num_candidates / self.candidates_per_step)
 
-    def drafting(self, batch: int, num_candidates: int) -> float:
+    def drafting_seconds(self, batch_size: int, num_candidates: int) -> float:
         """γ T_d(B, 1), or T_d for a block: what the draft takes to find so many candidates."""
-        return self.num_steps(num_candidates) * self.draft(batch)
+        return self.num_steps(num_candidates) * self.draft_seconds(batch_size)
 
-    def forwards(self, batch: int, num_draft_tokens: int) -> float:
+    def forward_seconds(self, batch_size: int, num_draft_tokens: int) -> float:
         """T_t(B, γ+1) + γ T_d(B, 1): the forwards of a round; those of a head that drafts a block take one T_d."""
-        return self.target(batch, num_draft_tokens + 1) + self.drafting(batch, num_draft_tokens)
+        drafting = self.drafting_seconds(batch_size, num_draft_tokens)
+        return self.target_seconds(batch_size, num_draft_tokens + 1) + drafting
 
-    def _nearest(self, batch: int) -> int:
-        return min(self.table, key=lambda size: abs(math.log(size / batch)))
+    def _nearest(self, batch_size: int) -> int:
+        return min(self.forward_times, key=lambda size: abs(math.log(size / batch_size)))
 
-    def cost_coefficient(self, batch: int) -> float:
+    def cost_coefficient(self, batch_size: int) -> float:
         """c, the time of a draft step over that of a target step."""
-        return self.draft(batch) / self.target(batch, 1)
+        return self.draft_seconds(batch_size) / self.target_seconds(batch_size, 1)
 
-    def forward_limited_speedup(self, batch: int, tokens_per_round: float, num_draft_tokens: int) -> float:
+    def forward_limited_speedup(self, batch_size: int, tokens_per_round: float, num_draft_tokens: int) -> float:
         """Ê T_t(B, 1) / (T_t(B, γ+1) + γ T_d(B, 1)): Theorem 3.8 without its assumption on the larger forward."""
-        return tokens_per_round * self.target(batch, 1) / self.forwards(batch, num_draft_tokens)
+        round_seconds = self.forward_seconds(batch_size, num_draft_tokens)
+        return tokens_per_round * self.target_seconds(batch_size, 1) / round_seconds
 
-    def best_fixed_num_draft_tokens(self, batch: int, verification: str, limit: int | None = None) -> int:
+    def best_fixed_num_draft_tokens(self, batch_size: int, verification: str, limit: int | None = None) -> int:
         """The γ, from 1 to `limit`, with the largest `forward_limited_speedup`, for all rounds of a call alike.
 
-        `specx tune` times it; "auto" chooses before each round, by `most_tokens_per_second`.
+        `specx tune` times it; "auto" chooses before each round, by `best_num_candidates`.
         """
         alpha = self.alpha.get(verification, PRIOR_ALPHA)
         numbers = range(1, min(MAX_DRAFT_TOKENS, limit or MAX_DRAFT_TOKENS) + 1)
-        return max(numbers, key=lambda g: self.forward_limited_speedup(batch, expected_tokens(alpha, g), g))
+        return max(numbers, key=lambda g: self.forward_limited_speedup(batch_size, expected_tokens(alpha, g), g))
 
     def prepare(
         self,
-        batch: int,
+        batch_size: int,
         target: Callable[[int], object],
         draft: Callable[[int], object],
         assumed: ForwardTimes | None = None,
+        query_lengths: Sequence[int] = QUERY_LENGTHS,
     ) -> None:
         """Have the times of forwards of batch size B before a call goes by them.
 
         Args:
-            batch: B.
-            target, draft: as for `measure`.
+            batch_size: B.
+            target, draft, query_lengths: as for `measure`.
             assumed: the times until earlier calls pay for timing; None times them at once.
         """
-        if self.knows(batch):
+        longest = query_lengths[-1]
+        if self.knows(batch_size, longest):
             return
-        if batch in self.measured:
-            self._set_row(batch, self.measured[batch])
+        if _reaches(self.measured.get(batch_size), longest):
+            self._set_times(batch_size, self.measured[batch_size])
         elif assumed is None:
-            self.measure(batch, target, draft)
+            self.measure(batch_size, target, draft, query_lengths)
         elif self.timing_budget >= ROUNDS_PER_TIMING:
             self.timing_budget -= ROUNDS_PER_TIMING
-            self.measure(batch, target, draft)
-        elif batch not in self.table:
-            self.table[batch] = assumed
-            self.assumed.add(batch)
+            self.measure(batch_size, target, draft, query_lengths)
+        elif batch_size not in self.forward_times:
+            self.forward_times[batch_size] = assumed
+            self.assumed.add(batch_size)
 
-    def measure(self, batch: int, target: Callable[[int], object], draft: Callable[[int], object]) -> None:
-        """Time the forwards of batch size B by 15 of the target and 30 draft steps.
+    def measure(
+        self,
+        batch_size: int,
+        target: Callable[[int], object],
+        draft: Callable[[int], object],
+        query_lengths: Sequence[int] = QUERY_LENGTHS,
+    ) -> None:
+        """Time the forwards of batch size B: of each query length 5 of the target and 10 draft steps.
 
         Args:
-            batch: B.
+            batch_size: B.
             target, draft: run one forward of so many tokens of each row, and wait for it.
+            query_lengths: of the target's forwards, in ascending order.
         """
-        self._set_row(batch, time_forwards(self.clock, target, draft))
+        self._set_times(batch_size, time_forwards(self.clock, target, draft, query_lengths))
 
-    def _set_row(self, batch: int, row: ForwardTimes) -> None:
-        self.table[batch] = row
-        self.measured[batch] = row
-        self.assumed.discard(batch)
+    def _set_times(self, batch_size: int, times: ForwardTimes) -> None:
+        self.forward_times[batch_size] = times
+        self.measured[batch_size] = times
+        self.assumed.discard(batch_size)
 
     def remember(self, verification: str, alpha: float, judged: float, rounds: int = 0) -> None:
         """Add the acceptance `alpha` of a call, seen at `judged` candidates, and how many `rounds` had candidates."""
@@ -175,16 +187,16 @@ class Costs:
         other numbers of candidates are dropped; the time of plain steps is kept.
         """
         medians: dict[int, dict[int, float]] = {}
-        for (batch, number), seconds in samples.items():
+        for (batch_size, number), seconds in samples.items():
             if len(seconds) >= MIN_SAMPLES:
-                medians.setdefault(batch, {})[number] = statistics.median(seconds)
-        for batch, times in medians.items():
-            earlier = self.rounds.get(batch, {})
+                medians.setdefault(batch_size, {})[number] = statistics.median(seconds)
+        for batch_size, times in medians.items():
+            earlier = self.rounds.get(batch_size, {})
             has_drafted = any(times)
             remembered = {number: before for number, before in earlier.items() if number == 0 or not has_drafted}
             for number, median in times.items():
                 remembered[number] = on_grid(math.sqrt(earlier.get(number, median) * median))
-            self.rounds[batch] = remembered
+            self.rounds[batch_size] = remembered
 
     def remember_trees(self, seen: Mapping[int, Mapping[int, float]]) -> None:
         """Add the `tree_overheads` of a call that might have had trees.
@@ -192,22 +204,23 @@ class Costs:
         A number from earlier calls moves halfway. One that the call has not seen moves a little to 1, so that a tree
         that did not pay is tried again some time.
         """
-        for batch in {*self.tree_overheads, *seen}:
-            overheads, new = self.tree_overheads.get(batch, {}), seen.get(batch, {})
+        for batch_size in {*self.tree_overheads, *seen}:
+            overheads, new = self.tree_overheads.get(batch_size, {}), seen.get(batch_size, {})
             remembered = {nodes: overhead**UNSEEN_TREES for nodes, overhead in overheads.items()}
             for nodes, overhead in new.items():
                 remembered[nodes] = math.sqrt(overheads.get(nodes, overhead) * overhead)
-            self.tree_overheads[batch] = remembered
+            self.tree_overheads[batch_size] = remembered
 
-    def apart(self) -> "Costs":
+    def copy(self) -> "Costs":
         """A copy, which learns from its own calls alone."""
-        rounds = {batch: dict(times) for batch, times in self.rounds.copy().items()}  # another thread may add to it
+        # another thread may add to these meanwhile
+        rounds = {batch_size: dict(times) for batch_size, times in self.rounds.copy().items()}
         return Costs(
-            dict(self.table),
+            dict(self.forward_times),
             dict(self.alpha),
             rounds,
             copy.deepcopy(self.rank_estimates),
-            {batch: dict(overheads) for batch, overheads in self.tree_overheads.copy().items()},
+            {batch_size: dict(overheads) for batch_size, overheads in self.tree_overheads.copy().items()},
             trial_budget=self.trial_budget,
             clock=self.clock,
             assumed=set(self.assumed),
@@ -216,8 +229,8 @@ class Costs:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values with strings as keys, as JSON has them."""
-        table = {batch: row for batch, row in self.table.items() if batch not in self.assumed}
-        values = {"table": table, "alpha": self.alpha, "rounds": self.rounds}
+        timed = {size: times for size, times in self.forward_times.items() if size not in self.assumed}
+        values = {"table": timed, "alpha": self.alpha, "rounds": self.rounds}
         plain: dict[str, Any] = json.loads(json.dumps(values))
         return plain
 
@@ -229,10 +242,15 @@ class Costs:
             return {int(number): float(seconds) for number, seconds in times.items()}
 
         table: dict[int, ForwardTimes] = {}
-        for batch, row in values["table"].items():
-            table[int(batch)] = {"target": numbered(row["target"]), "draft": float(row["draft"])}
-        rounds = {int(batch): numbered(times) for batch, times in values.get("rounds", {}).items()}
+        for batch_size, row in values["table"].items():
+            table[int(batch_size)] = {"target": numbered(row["target"]), "draft": float(row["draft"])}
+        rounds = {int(batch_size): numbered(times) for batch_size, times in values.get("rounds", {}).items()}
         return cls(table, dict(values["alpha"]), rounds)
+
+
+def _reaches(times: ForwardTimes | None, longest: int) -> bool:
+    """Whether there are times of forwards of so many tokens of a row."""
+    return times is not None and max(times["target"]) >= longest
 
 
 def _interpolate(points: list[tuple[int, float]], x: float) -> float:

@@ -16,8 +16,8 @@ from hf_specx.models.runner import ModelRunner
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.verifiers import RejectionVerifier, Verifier
 
-from .auto import RoundTimer
 from .forward_times import ForwardSize, size_of
+from .round_timer import RoundTimer
 from .trees import TreeShapes
 
 
@@ -90,8 +90,7 @@ class Drafter(Protocol):
         proposes_trees: whether drafts may have `parents`, where a call takes trees; it is then coupled, or greedy.
         needs_hidden: whether it reads `Round.forward.hidden`; `hidden_state_taps`: where in the target, by default
             after its final norm; `all_prompt_hidden`: whether it reads those of all tokens of a prompt, or the last.
-        max_candidates: the most candidates of a round that it finds; None for any number. It is also what
-            `num_draft_tokens="auto"` means for it, unless it `drafts_blocks`: such a number it finds by itself.
+        max_candidates: the most candidates of a round that it finds; None for any number.
         drafts_blocks: whether one step finds all candidates of a round; "auto" then chooses how many are judged, or
             none.
         has_other_tokenizer: whether its model has another tokenizer than the target; `tokenizer_match` says how
@@ -141,7 +140,7 @@ class Drafter(Protocol):
         raise TypeError(f"{type(self).__name__} has no `propose`; what its `bind` returns must have one.")
 
     def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
-        """In a queue more rows decode from now on: such as had left, or new ones; `admit` follows.
+        """In a queue rows that left earlier, or new ones, decode from now on; `admit` follows with their prompts.
 
         `previous_indices` [R'] are the row indices of all decoding rows up to now, 0 for those that had none.
         """
@@ -160,14 +159,23 @@ class Drafter(Protocol):
         return ""
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        """A function that runs the step for one more candidate of each row, with so many tokens of every row.
+        """A function that runs one step of the draft, for one more candidate of each row, and waits for it.
 
-        Of a drafter that `drafts_blocks`, the step for all of them.
+        Its argument is how many tokens of a row the step is fed, which is always 1. Of a drafter that `drafts_blocks`
+        it runs the step for all candidates.
 
         It is timed. With None "auto" is `max_candidates`, or 5 without one; `lambda _: None` says that candidates cost
         nothing.
         """
         return None
+
+    @property
+    def finds_own_number(self) -> bool:
+        """Whether `num_draft_tokens="auto"` is always `max_candidates`, of which it proposes as many as seem right.
+
+        Else "auto" chooses a number up to that. By default those with a most do, unless they `drafts_blocks`.
+        """
+        return self.max_candidates is not None and not self.drafts_blocks
 
     @property
     def candidates_per_step(self) -> int:

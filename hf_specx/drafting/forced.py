@@ -11,7 +11,7 @@ from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft
 from hf_specx.sampling.processors import Processors
 
-from .auto import RoundTimer
+from .round_timer import RoundTimer
 
 
 MAX_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary
@@ -73,16 +73,23 @@ class ForcedRun:
             candidate = None if proposed is None else proposed[index]
             has_candidate = wanted[index] and may_choose and self._allows(mask, candidate)
             takes_candidate.append(continues[index] and has_candidate)
-        if not any(takes_candidate):
-            num_forced = sum(token is not None for token in self.forced_tokens)
-            if num_forced < self.position_cost * len(continues):
-                self.forced_tokens = [None] * len(continues)  # too few rows for a longer forward of all
+        if not any(takes_candidate) and not self._forced_tokens_pay():
+            self.forced_tokens = [None] * len(continues)
+        self._count(takes_candidate)
+        return takes_candidate
+
+    def _forced_tokens_pay(self) -> bool:
+        """Whether enough rows have a forced token for a longer forward of all rows."""
+        num_forced = sum(token is not None for token in self.forced_tokens)
+        return num_forced >= self.position_cost * len(self.forced_tokens)
+
+    def _count(self, takes_candidate: list[bool]) -> None:
+        """Count what rows have at this position, a candidate of the draft or a forced token, and go to the next."""
         for index, (takes, token) in enumerate(zip(takes_candidate, self.forced_tokens, strict=True)):
             if takes or token is not None:
                 self.lengths[index] += 1
                 self.flags[index].append(not takes)
         self.position += 1
-        return takes_candidate
 
     def _masks(self, continues: list[bool]) -> tuple[list[bool], list[torch.Tensor | None]]:
         """For which rows [R] masks decide about the next token, and these masks, [V] bool.
@@ -151,22 +158,22 @@ def apply_masks(
         for index, takes in enumerate(takes_candidate):
             forced_token = forced_run.forced_tokens[index]
             column.append(proposed[index] if takes else forced_token or 0)
-            if not takes and proposed[index] != forced_token:
+            if not takes and proposed[index] != forced_token:  # what the draft has behind it follows another token
                 num_usable[index] = min(num_usable[index], position)
         columns.append(column)
         batch.write(to_device_async(column, batch.ids.device)[:, None], position, [column])
     num_drafted = [min(pair) for pair in zip(num_usable, forced_run.lengths, strict=True)]
     lengths = forced_run.lengths if add_forced_tokens else num_drafted
     acceptance = None
-    if draft.acceptance is not None:
-        rows = zip(draft.acceptance, num_drafted, lengths, strict=True)
+    if draft.prefix_acceptance is not None:
+        rows = zip(draft.prefix_acceptance, num_drafted, lengths, strict=True)
         acceptance = [_with_forced(of_row, number, length) for of_row, number, length in rows]
     return draft._replace(
         tokens=to_device_async(columns, batch.ids.device).T if columns else draft.tokens[:, :0],
         lengths=lengths,
         source=draft.source if any(num_drafted) or not any(lengths) else "forced",
         forced=forced_run.forced if add_forced_tokens else None,
-        acceptance=acceptance,
+        prefix_acceptance=acceptance,
         host_tokens=columns,
     )
 

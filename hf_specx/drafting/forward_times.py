@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import torch
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 
 QUERY_LENGTHS = (1, 3, 9)  # of the target forwards whose times are known; others are on a line between them
+TREE_QUERY_LENGTHS = (*QUERY_LENGTHS, 33)  # where up to 64 candidates branch
 TIMED_ROUNDS = 4  # how often each forward is timed, after a first time that warms up
 DRAFT_STEPS = 2  # draft steps that are timed after each of them
 GRID = 2 ** (1 / 32)  # times are rounded to powers of this, so that noise rarely changes a choice
@@ -29,12 +30,12 @@ class DeviceSpeed(NamedTuple):
     """What a device does in a second.
 
     Attributes:
-        layer: seconds that a layer takes for next to nothing.
+        layer_seconds: that a layer takes for next to nothing.
         bandwidth: bytes of weights that are read in a second.
         operations: multiplications and additions in a second; on a CPU of one thread.
     """
 
-    layer: float
+    layer_seconds: float
     bandwidth: float
     operations: float
 
@@ -47,18 +48,18 @@ class ForwardSize(NamedTuple):
     """How much a forward computes.
 
     Attributes:
-        layers: of the model.
-        dense: bytes of the weights that every token needs.
-        experts: bytes of all routed experts, of which a token needs a `share`.
-        weight: bytes of one weight.
+        num_layers: of the model.
+        dense_bytes: of the weights that every token needs.
+        expert_bytes: of all routed experts, of which a token needs an `expert_share`.
+        bytes_per_weight: of the widest.
         tokens_per_row: that it is fed: of a block, its whole length.
     """
 
-    layers: int
-    dense: float
-    experts: float = 0.0
-    share: float = 1.0
-    weight: float = 4.0
+    num_layers: int
+    dense_bytes: float
+    expert_bytes: float = 0.0
+    expert_share: float = 1.0
+    bytes_per_weight: float = 4.0
     tokens_per_row: int = 1
 
 
@@ -93,26 +94,29 @@ def _first_in(config: Any, names: tuple[str, ...]) -> Any:
     return next((number for number in numbers if number), None)
 
 
-def assumed_times(target: ForwardSize, draft: ForwardSize, batch: int, device: torch.device) -> ForwardTimes:
+def assumed_times(target: ForwardSize, draft: ForwardSize, batch_size: int, device: torch.device) -> ForwardTimes:
     """Times of batch size B, assumed by sizes: only the ratios of these seconds matter."""
-    times = {query: assumed_seconds(target, batch * query, device) for query in QUERY_LENGTHS}
-    return {"target": times, "draft": assumed_seconds(draft, batch * draft.tokens_per_row, device)}
+    times = {query: assumed_seconds(target, batch_size * query, device) for query in QUERY_LENGTHS}
+    return {"target": times, "draft": assumed_seconds(draft, batch_size * draft.tokens_per_row, device)}
 
 
 def assumed_seconds(size: ForwardSize, tokens: int, device: torch.device) -> float:
     """How long a forward of so many tokens in all rows should take."""
     on_cpu = device.type == "cpu"
     speed = CPU if on_cpu else ACCELERATOR
-    starting = speed.layer * (size.layers + OUTER_LAYERS) if size.layers else 0.0
-    read = size.dense + size.experts * min(1.0, size.share * tokens)
-    computed = 2 * tokens * (size.dense + size.experts * size.share) / size.weight
+    starting = speed.layer_seconds * (size.num_layers + OUTER_LAYERS) if size.num_layers else 0.0
+    bytes_read = size.dense_bytes + size.expert_bytes * min(1.0, size.expert_share * tokens)
+    num_weights = (size.dense_bytes + size.expert_bytes * size.expert_share) / size.bytes_per_weight
     operations = speed.operations * (torch.get_num_threads() if on_cpu else 1)
-    working = read / speed.bandwidth + computed / operations
+    working = bytes_read / speed.bandwidth + 2 * tokens * num_weights / operations
     return starting + working if on_cpu else max(starting, working)  # it computes while the next layers are started
 
 
 def time_forwards(
-    clock: Callable[[], float], target: Callable[[int], object], draft: Callable[[int], object]
+    clock: Callable[[], float],
+    target: Callable[[int], object],
+    draft: Callable[[int], object],
+    query_lengths: Sequence[int] = QUERY_LENGTHS,
 ) -> ForwardTimes:
     """Medians over rounds in which the models take turns, as they do in a call.
 
@@ -125,14 +129,14 @@ def time_forwards(
         forward(query)
         return clock() - started
 
-    times: dict[int, list[float]] = {query: [] for query in QUERY_LENGTHS}
+    times: dict[int, list[float]] = {query: [] for query in query_lengths}
     steps = []
     for _ in range(1 + TIMED_ROUNDS):
-        for query in QUERY_LENGTHS:
+        for query in query_lengths:
             times[query].append(seconds(target, query))
             steps.append(sum(seconds(draft, 1) for _ in range(DRAFT_STEPS)) / DRAFT_STEPS)
     medians = {query: on_grid(statistics.median(samples[1:])) for query, samples in times.items()}
-    return {"target": medians, "draft": on_grid(statistics.median(steps[len(QUERY_LENGTHS) :]))}
+    return {"target": medians, "draft": on_grid(statistics.median(steps[len(query_lengths) :]))}
 
 
 def on_grid(seconds: float) -> float:

@@ -117,8 +117,8 @@ class OtherTokenizerRunner:
         """Keep the first `count` of the target's tokens that a row was fed after its prompt."""
         self.translations[row].crop(count)
 
-    def drop_rows(self, keep_indices: torch.Tensor) -> None:
-        self.runner.drop_rows(keep_indices)
+    def gather_rows(self, keep_indices: torch.Tensor) -> None:
+        self.runner.gather_rows(keep_indices)
         staying = set(keep_indices.tolist())
         self.draft_batch.drop_rows([row for index, row in enumerate(self.draft_batch.rows) if index not in staying])
 

@@ -103,9 +103,9 @@ class DraftLengthSchedule:
 
     def _row_length(self, batch: Batch, row: int) -> int:
         """Candidates of a row: as many as it should have, where it has room for them."""
-        state = batch.row_states[row]
+        row_state = batch.row_states[row]
         # as in a batch of one, whose first round has no candidates; others have some as soon as they have a place
-        if not batch.counts[row] and (state.independent_lengths or not state.is_refill):
+        if not batch.counts[row] and (row_state.independent_lengths or not row_state.is_refill):
             return 0
         length = min(self.wanted_length(batch, row), self.processors.max_rollback)
         if self.equal_lengths:

@@ -14,11 +14,12 @@ from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.tree import Parents
 
-from .auto import AcceptanceEstimate, RoundTimer
+from .acceptance import AcceptanceEstimate
 from .costs import PRIOR_ALPHA
 from .drafter import DraftContext, Drafter
 from .forced import apply_masks
 from .forward_times import ForwardSize
+from .round_timer import RoundTimer
 
 
 class SeveralDrafts(Drafter):
@@ -53,6 +54,10 @@ class SeveralDrafts(Drafter):
             self.model = self.model_part.model
             self.has_other_tokenizer = self.model_part.has_other_tokenizer
             self.tokenizer_match = self.model_part.tokenizer_match
+
+    @property
+    def finds_own_number(self) -> bool:
+        return any(part.finds_own_number for part in self.timed)
 
     def check(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         for part in self.parts:
@@ -92,13 +97,13 @@ class SeveralDrafts(Drafter):
             return drafts[0]
         acceptance = []  # that is expected of each other part and row
         for part, draft in enumerate(drafts):
-            acceptance.append(draft.acceptance or self._expected_acceptance(batch, part, draft.lengths))
+            acceptance.append(draft.prefix_acceptance or self._expected_acceptance(batch, part, draft.lengths))
         num_accepted = [[sum(of_row) for of_row in of_part] for of_part in acceptance]
         self.chosen = [of_row.index(max(of_row)) for of_row in zip(*num_accepted, strict=True)]
         model = len(drafts)  # the number of the model's part
         if self.model_part is None:
             return self._join(batch, drafts, model)._replace(model_free=None)
-        of_others = [acceptance[part][row] for row, part in enumerate(self.chosen)]
+        of_others = [acceptance[part][index] for index, part in enumerate(self.chosen)]
         asks_model = self._asks_model(batch, of_others, self._expected_acceptance(batch, model, lengths))
         self.chosen = [model if asks else part for part, asks in zip(self.chosen, asks_model, strict=True)]
         if any(asks_model):
@@ -218,11 +223,11 @@ def _joined(batch: Batch, drafts: list[Draft], chosen: list[int], model: int) ->
     """
     model_ran = len(drafts) > model
     of_rows = [drafts[part] for part in chosen]  # the draft that each row takes
-    lengths = [draft.lengths[row] for row, draft in enumerate(of_rows)]
+    lengths = [draft.lengths[index] for index, draft in enumerate(of_rows)]
     longest = max(lengths)
     if not longest:
         return Draft(batch.index.new_zeros(len(lengths), 0), lengths)
-    sources = [draft.sources[row] for row, draft in enumerate(of_rows)]
+    sources = [draft.sources[index] for index, draft in enumerate(of_rows)]
     model_free = []
     for part, length in zip(chosen, lengths, strict=True):
         model_free.append(part != model and (length > 0 or not model_ran))
@@ -233,21 +238,21 @@ def _joined(batch: Batch, drafts: list[Draft], chosen: list[int], model: int) ->
     tokens = torch.stack(padded, 1)[torch.arange(len(chosen), device=parts.device), parts]
     joined = Draft(tokens, lengths, None, sources, model_free=model_free)
     if any(draft.forced for draft in of_rows):
-        joined = joined._replace(forced=[_forced_flags(draft, row) for row, draft in enumerate(of_rows)])
+        joined = joined._replace(forced=[_forced_flags(draft, index) for index, draft in enumerate(of_rows)])
     if any(draft.parents for draft in of_rows):
-        joined = joined._replace(parents=[_parents(draft, row) for row, draft in enumerate(of_rows)])
+        joined = joined._replace(parents=[_parents(draft, index) for index, draft in enumerate(of_rows)])
     probs = drafts[model].probs if model_ran else None
     return joined if probs is None else joined._replace(probs=_joined_probs(joined, probs))
 
 
-def _forced_flags(draft: Draft, row: int) -> list[bool]:
-    """Which candidates of a row are forced; none if the draft does not say."""
-    return [False] * draft.lengths[row] if draft.forced is None else draft.forced[row]
+def _forced_flags(draft: Draft, index: int) -> list[bool]:
+    """Which candidates of a row, by its row index, are forced; none if the draft does not say."""
+    return [False] * draft.lengths[index] if draft.forced is None else draft.forced[index]
 
 
-def _parents(draft: Draft, row: int) -> Parents:
-    """The candidate that each candidate of a row follows."""
-    return tuple(range(-1, draft.lengths[row] - 1)) if draft.parents is None else draft.parents[row]
+def _parents(draft: Draft, index: int) -> Parents:
+    """The candidate that each candidate of a row, by its row index, follows."""
+    return tuple(range(-1, draft.lengths[index] - 1)) if draft.parents is None else draft.parents[index]
 
 
 def _joined_probs(joined: Draft, probs: torch.Tensor) -> torch.Tensor:

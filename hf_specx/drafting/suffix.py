@@ -17,17 +17,18 @@ from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
 from hf_specx.common.tree import row_tree_of
 
-from .auto import RoundTimer, most_tokens_per_second
+from .auto import best_num_candidates
 from .drafter import DraftContext, Drafter, check_number, no_candidates
 from .forward_times import NOTHING, ForwardSize
+from .round_timer import RoundTimer
 from .suffix_pool import DEPTH, NGrams, SuffixPool
-from .trees import LEAST_GAIN, TreeShapes
+from .trees import MIN_GAIN, TreeShapes
 
 
 UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
 UNLIKELY_BRANCH = 0.02  # the same where candidates may branch, and are looked for up to a number
-MOST_BRANCHES = 64  # candidates of a row that may branch, where no number was asked for
-LEAST_ASSUMED = 0.25  # chance of a candidate after a match of one token; after 2 or 3 it is a half, and so on
+MAX_BRANCHES = 64  # candidates of a row that may branch, where no number was asked for
+MIN_ASSUMED = 0.25  # chance of a candidate after a match of one token; after 2 or 3 it is a half, and so on
 ASSUMED_WEIGHT = 3.0  # candidates that the acceptance assumed at first counts for
 REMEMBERED = 0.99  # what earlier candidates are worth after one more match
 
@@ -76,7 +77,7 @@ class MatchAcceptance:
     def rate(self, length: int) -> float:
         """The chance that a candidate is kept, if those before it are."""
         size = length.bit_length()
-        assumed = max(LEAST_ASSUMED, 1 - 0.5 ** (size - 1))
+        assumed = max(MIN_ASSUMED, 1 - 0.5 ** (size - 1))
         return (self.kept[size] + ASSUMED_WEIGHT * assumed) / (self.tried[size] + ASSUMED_WEIGHT)
 
     def update(self, length: int, accepted: int, judged: int) -> None:
@@ -209,22 +210,23 @@ class SuffixDraft(Drafter):
             if all(of_row == tuple(range(-1, len(of_row) - 1)) for of_row in parents):
                 parents = None  # chains, which forced tokens may follow
         return Draft(
-            tokens, num_candidates, None, "suffix", acceptance=acceptance, host_tokens=columns, parents=parents
+            tokens, num_candidates, None, "suffix", prefix_acceptance=acceptance, host_tokens=columns, parents=parents
         )
 
     def _best(self, chances: list[list[float]]) -> int:
         """The number of candidates with the most tokens a second, by the chances of each row's to be kept."""
-        return self._most_tokens_per_second(chances, may_branch=self.tree_shapes is not None)[0]
+        return self._best_number(chances, may_branch=self.tree_shapes is not None)[0]
 
-    def _most_tokens_per_second(self, chances: list[list[float]], may_branch: bool) -> tuple[int, float]:
+    def _best_number(self, chances: list[list[float]], may_branch: bool) -> tuple[int, float]:
         """That number, and how many tokens a second of a row it promises."""
         rows, longest = len(chances), max(map(len, chances))
         means = [sum(row[i] for row in chances if i < len(row)) / rows for i in range(longest)]
         seconds, numbers = list(self.round_timer.times(rows, longest, steps=False)), list(range(1 + longest))
         if may_branch and self.tree_shapes is not None:
             numbers = [number for number in (0, *self.tree_shapes.numbers, longest) if number <= longest]
+            self.round_timer.considers_trees = True
             seconds[1:] = self.round_timer.tree_times(rows, 0, longest)[1:]
-        number, speedup = most_tokens_per_second(means, seconds, numbers)
+        number, speedup = best_num_candidates(means, seconds, numbers)
         return number, speedup / seconds[0]
 
     def _best_kind(self, matches: list[Match]) -> list[Match]:
@@ -233,10 +235,10 @@ class SuffixDraft(Drafter):
         if chains == matches:
             return matches
         of_trees, of_chains = (
-            self._most_tokens_per_second([match.chances for match in kind], may_branch)[1]
+            self._best_number([match.chances for match in kind], may_branch)[1]
             for kind, may_branch in ((matches, True), (chains, False))
         )
-        return matches if of_trees > LEAST_GAIN * of_chains else chains
+        return matches if of_trees > MIN_GAIN * of_chains else chains
 
     def _find(self, row: int, max_candidates: int) -> Match:
         """Candidates for a row, of which so many may follow each other at most, and that are likely enough."""
@@ -254,7 +256,7 @@ class SuffixDraft(Drafter):
         rate = self.row_acceptance[row].rate(length)
         if self.tree_shapes is None:
             return Match(*_most_frequent(continuations, depth, rate), length)
-        number = self.tree_shapes.nodes if isinstance(self.tree_shapes.nodes, int) else MOST_BRANCHES
+        number = self.tree_shapes.nodes if isinstance(self.tree_shapes.nodes, int) else MAX_BRANCHES
         return Match(*_likeliest(continuations, depth, rate, number, UNLIKELY_BRANCH), length)
 
     def _text(self, row: int) -> array:
@@ -299,6 +301,26 @@ class SuffixDraft(Drafter):
 Candidates = tuple[list[int], list[float], list[int]]  # tokens, chances and parents, as in `Match`
 
 
+class Branch(NamedTuple):
+    """A way along continuations: the token that it ends in may become a candidate.
+
+    Attributes:
+        token: that token.
+        parent: the number of the candidate before it, -1 for the last emitted token.
+        depth: how many candidates it has, this one among them.
+        chance: that all of them are kept.
+        chance_if_listed: the same if the text goes on as one of the continuations of the match.
+        continuations: those that begin with it.
+    """
+
+    token: int
+    parent: int
+    depth: int
+    chance: float
+    chance_if_listed: float
+    continuations: list[list[int]]
+
+
 def _most_frequent(continuations: list[list[int]], depth: int, rate: float) -> Candidates:
     """At most `depth` candidates, each what most continuations have that agreed so far."""
     return _likeliest(continuations, depth, rate, depth, UNLIKELY, siblings=1)
@@ -306,7 +328,7 @@ def _most_frequent(continuations: list[list[int]], depth: int, rate: float) -> C
 
 def _likeliest(
     continuations: list[list[int]],
-    depth: int,
+    max_depth: int,
     rate: float,
     number: int,
     least: float,
@@ -316,36 +338,36 @@ def _likeliest(
 
     Args:
         continuations: of one match, the latest first; of equally frequent ones it is preferred.
-        depth: how many candidates may follow each other.
+        max_depth: how many candidates may follow each other.
         rate: the chance that a token is kept if the text goes on as one of the continuations.
         least: the chance that each candidate must have.
         siblings: how many may follow the same candidate; None for any number.
     """
-    tokens: list[int] = []
-    chances: list[float] = []
-    parents: list[int] = []
-    waiting: list[tuple] = []  # a heap, of which candidates are taken
     order, total = count(), len(continuations)
-    last, place, all_kept = (
-        -1,
-        0,
-        1.0,
-    )  # the candidate that was taken last, and the chance if one continuation is right
+    waiting: list[tuple[float, int, Branch]] = []  # a heap: the likeliest first, and of equals the earlier
+    taken: list[Branch] = []
+    branch = Branch(-1, -1, 0, 1.0, 1.0, continuations)  # the last emitted token, which all begin behind
     while True:
-        following: dict[int, list[list[int]]] = {}
-        for continuation in continuations:
-            if place < min(depth, len(continuation)):
-                following.setdefault(continuation[place], []).append(continuation)
-        frequent = sorted(following.items(), key=lambda item: -len(item[1]))[:siblings]
-        for token, agreeing in frequent:
-            chance = all_kept * rate * len(agreeing) / total
+        chance_if_listed = branch.chance_if_listed * rate
+        following = _following(branch.continuations, branch.depth) if branch.depth < max_depth else []
+        for token, agreeing in following[:siblings]:
+            chance = chance_if_listed * len(agreeing) / total
             if token >= 0 and chance >= least:
-                child = last, place + 1, all_kept * rate, token, agreeing
-                heapq.heappush(waiting, (-chance, next(order), *child))
-        if not waiting or len(tokens) == number:
-            return tokens, chances, parents
-        negative_chance, _, parent, place, all_kept, token, continuations = heapq.heappop(waiting)
-        last = len(tokens)
-        tokens.append(token)
-        chances.append(-negative_chance)
-        parents.append(parent)
+                longer = Branch(token, len(taken) - 1, branch.depth + 1, chance, chance_if_listed, agreeing)
+                heapq.heappush(waiting, (-chance, next(order), longer))
+        if not waiting or len(taken) == number:
+            break
+        branch = heapq.heappop(waiting)[-1]
+        taken.append(branch)
+    return [each.token for each in taken], [each.chance for each in taken], [each.parent for each in taken]
+
+
+def _following(continuations: list[list[int]], depth: int) -> list[tuple[int, list[list[int]]]]:
+    """The tokens at a depth, each with the continuations that have it there, the most frequent first."""
+    following: dict[int, list[list[int]]] = {}
+    for continuation in continuations:
+        if depth < len(continuation):
+            following.setdefault(continuation[depth], []).append(continuation)
+    if len(following) < 2:
+        return list(following.items())
+    return sorted(following.items(), key=lambda item: -len(item[1]))

@@ -6,10 +6,10 @@ product of these chances on the way to it: that many tokens more come of a round
 
 There are two kinds of shapes, `TreeKind`:
 
-- "comb": the chain of first choices with next best ones beside it, which nothing follows. These cost a draft that
-  knows its distribution no step more.
+- "comb": the chain of first choices, plus choices of lower rank beside it, which nothing follows. A draft that knows
+  its distribution needs no extra step for these.
 - "full": whatever nodes are worth most. A draft that goes token by token runs a step for each level of it; one whose
-  candidates do not depend on each other has it without any.
+  candidates do not depend on each other needs no extra step.
 """
 
 import heapq
@@ -24,11 +24,11 @@ from hf_specx.common.tree import Parents
 
 TreeKind = Literal["comb", "full"]
 COMPILED_NODES = (7, 15, 31, 63)  # of which torch compiles few forwards
-MOST_RANKS = 16  # choices at one place
+MAX_RANKS = 16  # choices at one place
 PRIOR = (0.7, 0.14, 0.05, 0.025)  # chances of ranks before any were seen; those of later ones are halved each time
 PRIOR_NODES = 8.0  # nodes that count for the prior, always
-LEAST_GAIN = 1.02  # a tree is taken if it promises so many times the chain's tokens a second
-ROUNDS_OF_A_SHAPE = 8  # after which ranks and times are looked at again
+MIN_GAIN = 1.02  # a tree is taken if it promises so many times the chain's tokens a second
+ROUNDS_OF_A_SHAPE = 8  # before ranks and times are looked at again
 FORGET = 0.98  # factor on the weight of what was seen before, where more is tried
 
 
@@ -73,29 +73,30 @@ class RankEstimate:
     """
 
     def __init__(self) -> None:
-        self.hits, self.tries = [0.0] * MOST_RANKS, [0.0] * MOST_RANKS
+        self.hits, self.tries = [0.0] * MAX_RANKS, [0.0] * MAX_RANKS
 
     def observe(self, done: Round) -> None:
         """Count the nodes on the branches that were taken; of a chain these are those of first choice."""
-        hits, tries = [0] * MOST_RANKS, [0] * MOST_RANKS
+        hits, tries = [0] * MAX_RANKS, [0] * MAX_RANKS
         for index, (ranks, length) in enumerate(zip(done.accepted_ranks, done.draft.lengths, strict=True)):
             path_nodes = [0, *(candidate + 1 for candidate in done.accepted_candidates[index])]
             for depth, node in enumerate(path_nodes):
                 children = int(depth < length) if done.tree is None else done.tree.rows[index].node_children[node]
-                rank = ranks[depth] if depth < len(ranks) else MOST_RANKS  # that of none of them
-                for tried in range(min(children, MOST_RANKS, 1 if rank == 0 else MOST_RANKS)):
+                rank = ranks[depth] if depth < len(ranks) else MAX_RANKS  # that of none of them
+                num_tried = min(children, 1 if rank == 0 else MAX_RANKS)
+                for tried in range(num_tried):
                     tries[tried] += 1
-                if rank < MOST_RANKS:
+                if rank < MAX_RANKS:
                     hits[rank] += 1
-        for rank in range(MOST_RANKS):
+        for rank in range(MAX_RANKS):
             if tries[rank]:  # what is not tried is not forgotten
                 self.hits[rank] = FORGET * self.hits[rank] + hits[rank]
                 self.tries[rank] = FORGET * self.tries[rank] + tries[rank]
 
     @property
     def chances(self) -> tuple[float, ...]:
-        """Of ranks 0 to `MOST_RANKS` - 1; none is more than that of the rank before."""
-        priors = [*PRIOR, *(PRIOR[-1] / 2**n for n in range(1, 1 + MOST_RANKS - len(PRIOR)))]
+        """Of ranks 0 to `MAX_RANKS` - 1; none is more than that of the rank before."""
+        priors = [*PRIOR, *(PRIOR[-1] / 2**n for n in range(1, 1 + MAX_RANKS - len(PRIOR)))]
         priors[1:] = [prior / (1 - PRIOR[0]) for prior in priors[1:]]  # where the first choice is wrong
         counts = zip(priors, self.hits, self.tries, strict=True)
         first, *others = ((hits + PRIOR_NODES * prior) / (tries + PRIOR_NODES) for prior, hits, tries in counts)
@@ -107,7 +108,7 @@ class TreeShapes:
 
     A round with n nodes after γ steps of the draft is expected to give 1 + V_1 + ... + V_n tokens of a row, by what
     nodes are worth, best first, in the seconds of its forwards. All rows get the same number, since the largest tree
-    decides what a forward costs. A tree is taken where it promises `LEAST_GAIN` times what the chain does.
+    decides what a forward costs. A tree is taken where it promises `MIN_GAIN` times what the chain does.
 
     Args:
         nodes: of a row at most; "auto" chooses.
@@ -149,19 +150,20 @@ class TreeShapes:
             depth, self.num_nodes = self.sizes[key]
         return [min(length, depth, self.num_nodes) for length in lengths]
 
-    def _best_size(self, rows: int, most_depth: int, kind: TreeKind) -> tuple[int, int]:
+    def _best_size(self, rows: int, max_depth: int, kind: TreeKind) -> tuple[int, int]:
         """The depth and the number of nodes with the most tokens a second; those of the chain if no tree has more."""
-        chances, most_nodes = self.chances, max(self.numbers, default=0)
-        best = most_depth, most_depth
-        chain_tokens = 1.0 + sum(chain_values(chances, most_depth))
-        best_rate = LEAST_GAIN * chain_tokens / self.round_timer.times(rows, most_depth)[most_depth]
-        for depth in range(1 if self.chooses_depth else most_depth, most_depth + 1):
+        chances, max_nodes = self.chances, max(self.numbers, default=0)
+        best = max_depth, max_depth
+        chain_tokens = 1.0 + sum(chain_values(chances, max_depth))
+        self.round_timer.considers_trees = True
+        best_rate = MIN_GAIN * chain_tokens / self.round_timer.times(rows, max_depth)[max_depth]
+        for depth in range(1 if self.chooses_depth else max_depth, max_depth + 1):
             if kind == "comb":
                 values = chain_values(chances, depth) + sorted(leaf_values(chances, depth), reverse=True)
             else:
-                values = [value for value, path in best_paths(chances, most_depth, most_nodes) if len(path) <= depth]
+                values = [value for value, path in best_paths(chances, max_depth, max_nodes) if len(path) <= depth]
             tokens = list(itertools.accumulate(values, initial=1.0))  # of a row, by its number of nodes
-            seconds = self.round_timer.tree_times(rows, depth, most_nodes)
+            seconds = self.round_timer.tree_times(rows, depth, max_nodes)
             for number in self.numbers:
                 if depth < number < len(tokens) and tokens[number] / seconds[number] > best_rate:
                     best, best_rate = (depth, number), tokens[number] / seconds[number]

@@ -1,6 +1,5 @@
 """One call: what was asked for, with the checks and choices that say how it is decoded; none of it changes later."""
 
-import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,17 +8,23 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_specx.common.architectures import LAYOUTS_OF, NO_TREES, WINDOW_IN_CACHE
+from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.devices import world_size
 from hf_specx.common.errors import is_int, one_of, require
 from hf_specx.common.wrappers import vocabulary
+from hf_specx.drafting.auto import AutoDraftLength
+from hf_specx.drafting.costs import MAX_DRAFT_TOKENS, Costs
 from hf_specx.drafting.drafter import Drafter
+from hf_specx.drafting.round_timer import RoundTimer
 from hf_specx.drafting.schedule import DraftSettings, choose_draft_settings
 from hf_specx.models.choose import choose_layout, layouts_of
 from hf_specx.models.compiled import check_compile
 from hf_specx.models.prompts import UNLIMITED, PreparedInputs
 from hf_specx.models.ragged import why_no_prefix_reuse
+from hf_specx.models.self_check import tokens_of_a_round
 from hf_specx.models.slots import CACHE, has_columns, num_cached_tokens
-from hf_specx.sampling.processors import WARPERS, Processor
+from hf_specx.sampling.per_request import RowProcessors
+from hf_specx.sampling.processors import WARPERS, Processor, RoundProcessor
 from hf_specx.sampling.rewindable import with_token_masks
 from hf_specx.sampling.stopping import Stopping
 
@@ -31,10 +36,12 @@ from .check_models import (
     check_target,
     warn_of_larger_draft,
 )
+from .check_options import MAX_NODES
 from .queue import RequestQueue
 from .ranks import check_synced, is_tensor_parallel, synced_by_default
 from .reasons import DOES_NOT_PAY, SWITCHED_OFF, reasons_in_call, why_no_noise
 from .report import PLAINLY
+from .requests import PreparedRequest
 
 
 LOCKSTEP_COST = (
@@ -42,6 +49,7 @@ LOCKSTEP_COST = (
     "gain less: no other layout has been shown to be exact for these models and inputs. Pass layout='lockstep' to "
     "silence this warning."
 )
+DRAWN_BY_LENGTH = ("token", "block")  # verifications that draw other tokens for another number of candidates
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
 
@@ -50,8 +58,9 @@ class Layout:
     """How rows of unequal length share the batch.
 
     Attributes:
-        target, draft: that of each model: "ragged", "padded", "packed" or "lockstep", of which the glossary in
-            `sampling/verify.py` says what they are; "plain" in a call that transformers' own sampler decodes.
+        target, draft: that of each model: "ragged" (each row has slots of its own and ends where it ends), "padded"
+            (all rows end in one slot), "packed" (one after another in a batch of one) or "lockstep" (all advance by as
+            many tokens as the row that accepted fewest); "plain" in a call that transformers' own sampler decodes.
         reason: why the target's.
         refills: whether prompts can be read in the places of rows that have ended.
     """
@@ -83,8 +92,8 @@ class Call:
         queue: what follows in the places of rows that end; None for a call of its own.
         prompt_streamed: whether the streamer was given the prompt already.
         measured_candidates: the most candidates with which the target was shown to be right; None if it is trusted.
-        max_nodes: the most candidates of a row in a round where they may branch, or "auto"; 0 where each follows the
-            one before.
+        tree: the most candidates of a row in a round where they may branch, as asked for, or "auto"; 0 where each
+            follows the one before.
         tree_reason: why they do not branch though that was asked for; empty if they do, or it was not.
     """
 
@@ -103,8 +112,81 @@ class Call:
     queue: RequestQueue | None = None
     prompt_streamed: bool = False
     measured_candidates: int | None = None
-    max_nodes: int | str = 0
+    tree: int | str = 0
     tree_reason: str = ""
+
+    @property
+    def max_nodes(self) -> int:
+        """The most candidates of a row in a round where they may branch; 0 where they may not."""
+        if not self.tree:
+            return 0
+        max_nodes = self.tree if isinstance(self.tree, int) else MAX_NODES
+        round_size = tokens_of_a_round(self.prompt.model)
+        return max_nodes if round_size is None else min(max_nodes, round_size - 1)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most candidates that a row may have in a round, one after another."""
+        return self.draft_settings.num_draft_tokens or self.drafter.max_candidates or MAX_DRAFT_TOKENS
+
+    @property
+    def fixed_draft_tokens(self) -> int | None:
+        """The candidates of each round, if that was asked for or the draft finds its own number up to that; else None.
+
+        0 in a queue without candidates.
+        """
+        if self.draft_settings.num_draft_tokens is not None:
+            return self.draft_settings.num_draft_tokens
+        return self.drafter.max_candidates if self.drafter.finds_own_number else None
+
+    def would_not_draft(self, costs: Costs) -> bool:
+        """Whether "auto" will probably draft nothing in all of the call, so that transformers may decode it.
+
+        Not if anything in it needs rounds, or gets candidates without a forward.
+        """
+        strategy, drafter = self.strategy, self.drafter
+        needs_rounds = self.seeds is not None or self.synced_gpus or self.tensor_parallel
+        needs_rounds = needs_rounds or strategy.compile or bool(strategy.listeners)
+        drafts_without_forwards = bool(drafter.parts) or not drafter.has_probs
+        if self.fixed_draft_tokens is not None or needs_rounds or drafts_without_forwards:
+            return False
+        if any(isinstance(each, RoundProcessor) and each.vocab_size for each in self.processors):  # of forced tokens
+            return False
+        round_timer, limit = RoundTimer(costs), drafter.max_candidates
+        return AutoDraftLength(round_timer, self.verification, self.make_batch(), max_candidates=limit).is_idle()
+
+    def make_batch(self) -> Batch:
+        """The text before its first token, with a `RowState` for each prompt."""
+        prompt = self.prompt
+        width = prompt.input_ids.shape[1]
+        name = "decoder_attention_mask" if prompt.model.config.is_encoder_decoder else "attention_mask"
+        mask = prompt.kwargs.get(name)
+        mask = None if mask is None or width == 0 else mask[:, -width:]
+        pad = prompt.generation_config._pad_token_tensor
+        if self.queue is None:
+            seeds: Sequence[int | None] = self.seeds or [None] * len(prompt.input_ids)
+            independent_lengths = self.seeds is not None and self.verification in DRAWN_BY_LENGTH
+            row_states = []
+            for seed in seeds:
+                limit = prompt.max_new_tokens_now
+                row_states.append(RowState(limit=limit, seed=seed, independent_lengths=independent_lengths))
+        else:
+            row_states = [self.make_row_state(request) for request in self.queue.batch_requests]
+        pad_token_id = 0 if pad is None else int(pad)
+        return Batch(prompt.input_ids, mask, pad_token_id, self.layout.lockstep, row_states, self.max_nodes)
+
+    def make_row_state(self, request: PreparedRequest, is_refill: bool = False) -> RowState:
+        """The row of a request of a queue, as it begins."""
+        return RowState(
+            limit=request.limit,
+            greedy=request.greedy,
+            seed=request.seed,
+            independent_lengths=request.has_own_seed and self.verification in DRAWN_BY_LENGTH,
+            is_refill=is_refill,
+            processors=RowProcessors(request.row_processors, request.stopping.eos_token_ids),
+            stopping=request.stopping,
+            request=request,
+        )
 
 
 def make_call(
@@ -115,6 +197,7 @@ def make_call(
     draft_settings: dict[str, Any] | None = None,
     synced_gpus: bool | None = None,
     prompt_streamed: bool = False,
+    wanted_layout: str | None = None,
 ) -> Call:
     """The call of `generate`, or of a batch of a queue, with all that is decided before any forward.
 
@@ -123,6 +206,7 @@ def make_call(
         strategy, drafter, queue, prompt_streamed: as in `Call`; a queue has begun a batch of requests.
         draft_settings: the `explicit_draft_settings` of the call; None if these are not known.
         synced_gpus: of the call; None if it is not known. transformers passes neither on to a strategy.
+        wanted_layout: that of the target; by default what the strategy says.
 
     Raises:
         ValueError: if the call is one that plain `generate` refuses too, or its options contradict each other.
@@ -140,21 +224,21 @@ def make_call(
         fallback_reason = SWITCHED_OFF
     elif queue is None:
         processors = _with_masks(prompt, stopping)
-        verification = _sampled_verification(strategy, drafter)
-        fallback_reason = "; ".join(reasons_in_call(prompt, processors, stopping, verification, synced_gpus))
+        if_sampled = _sampled_verification(strategy, drafter)
+        fallback_reason = "; ".join(reasons_in_call(prompt, processors, stopping, if_sampled, synced_gpus))
     # 2. how do rows share the batch, and may candidates branch?
     if fallback_reason:
         layout = Layout(PLAINLY, PLAINLY, fallback_reason)
     else:
-        layout = _layout(strategy, prompt, drafter, is_queue=queue is not None)
+        layout = _layout(wanted_layout or strategy.layout, prompt, drafter, is_queue=queue is not None)
     tree_reason = why_no_tree(strategy, prompt, drafter, layout, has_other_ranks=synced_gpus or tensor_parallel)
-    max_nodes = 0 if tree_reason or strategy.tree is False else strategy.tree
+    tree = 0 if tree_reason or strategy.tree is False else strategy.tree
     # 3. how are they judged?
     seeds = None if prompt.seeds is None else as_list(prompt.seeds)
     verification = "greedy"
     if prompt.generation_config.do_sample:
         # only coupled verification gives a seeded row in lockstep the text that it has alone, and only it judges trees
-        needs_coupled = (seeds is not None and layout.lockstep) or bool(max_nodes)
+        needs_coupled = (seeds is not None and layout.lockstep) or bool(tree)
         verification = _sampled_verification(strategy, drafter, needs_coupled)
     call = Call(
         strategy=strategy,
@@ -173,7 +257,7 @@ def make_call(
         tensor_parallel=tensor_parallel,
         queue=queue,
         prompt_streamed=prompt_streamed,
-        max_nodes=max_nodes,
+        tree=tree,
         tree_reason=tree_reason,
     )
     _check_together(call)
@@ -213,22 +297,21 @@ def without_tree(call: Call, reason: str) -> Call:
     if verification != "greedy":
         needs_coupled = call.seeds is not None and call.layout.lockstep
         verification = _sampled_verification(call.strategy, call.drafter, needs_coupled)
-    return replace(call, max_nodes=0, tree_reason=reason, verification=verification)
+    return replace(call, tree=0, tree_reason=reason, verification=verification)
 
 
 def in_layout(call: Call, layout: str) -> Call:
     """The same call with its target in another layout."""
-    strategy = copy.copy(call.strategy)
-    strategy.layout = layout
     other = make_call(
-        strategy,
+        call.strategy,
         call.prompt,
         call.drafter,
         call.queue,
         synced_gpus=call.synced_gpus,
         prompt_streamed=call.prompt_streamed,
+        wanted_layout=layout,
     )
-    return replace(other, strategy=call.strategy, draft_settings=call.draft_settings)
+    return replace(other, draft_settings=call.draft_settings)
 
 
 def warn_once(call: Call, asked: str, said: set[str]) -> None:
@@ -241,8 +324,11 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
         return
     if call.fallback_reason and call.fallback_reason not in said:
         said.add(call.fallback_reason)
-        message = "transformers' own sampler decodes this call, with the same text and without any speed-up: "
-        warnings.warn(f"{message}{call.fallback_reason}.", UserWarning, stacklevel=3)
+        message = (
+            "transformers' own sampler decodes this call, with the same text and without any speed-up: "
+            f"{call.fallback_reason}."
+        )
+        warnings.warn(message, UserWarning, stacklevel=3)
     slow = call.layout.lockstep and len(call.prompt.input_ids) > 1
     if slow and asked == "auto" and LOCKSTEP_COST not in said:
         said.add(LOCKSTEP_COST)
@@ -273,14 +359,16 @@ def _with_masks(prompt: PreparedInputs, stopping: Stopping) -> Sequence[Processo
     return with_token_masks(prompt.processors, prompt.input_ids, vocabulary(prompt.model), stopping)
 
 
-def _layout(strategy: Any, prompt: PreparedInputs, drafter: Drafter, is_queue: bool) -> Layout:
+def _layout(wanted: str, prompt: PreparedInputs, drafter: Drafter, is_queue: bool) -> Layout:
     """How rows share the batch: as was asked for, or the best that is exact for both models and the cache given."""
     model, past = prompt.model, prompt.past
-    chosen, reason = choose_layout(model, strategy.layout)
+    chosen, reason = choose_layout(model, wanted)
     if chosen != "lockstep" and past is not None and not has_columns(past):
-        message = f"layout={strategy.layout!r} needs the keys of all tokens, and {CACHE}= does not have them (a "
-        message += f"window drops some); use layout='auto' or leave {CACHE} out."
-        require(strategy.layout == "auto", message)
+        message = (
+            f"layout={wanted!r} needs the keys of all tokens, and {CACHE}= does not have them (a window drops some); "
+            f"use layout='auto' or leave {CACHE} out."
+        )
+        require(wanted == "auto", message)
         chosen, reason = "lockstep", f"chosen: {CACHE}= does not have the keys of all tokens"
     model_type, draft_model = model.config.model_type, drafter.model
     if draft_model is None or (draft_model.config.model_type == model_type and model_type not in LAYOUTS_OF):

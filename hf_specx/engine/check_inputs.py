@@ -19,15 +19,21 @@ ASSISTANT_FIELDS = {  # fields of a config that say what transformers does with 
 
 
 def check_mode(prompt: PreparedInputs, streamer: Any) -> None:
-    """Raise ValueError for a way of generating that a decoding method cannot reach, and a stream that has no rows."""
+    """Raise ValueError for a way of generating that a decoding method cannot reach, and for an unfit streamer."""
     config, rows, size = prompt.generation_config, len(prompt.input_ids), prompt.generation_config.prefill_chunk_size
     for name, mode in ASSISTANT_FIELDS.items():
         value = getattr(config, name, None)
-        message = f"{name}={value!r} selects {mode}; for greedy decoding or sampling leave it out, also of "
-        require(value is None, f"{message}model.generation_config.")
+        message = (
+            f"{name}={value!r} selects {mode}; for greedy decoding or sampling leave it out, also of "
+            "model.generation_config."
+        )
+        require(value is None, message)
     method = decoding_method_of(prompt)
-    message = f"this call selects {method} of the Hub (by penalty_alpha, dola_layers or the like); leave it out, also "
-    require("/" not in method, f"{message}of model.generation_config, or call generate without a strategy.")
+    message = (
+        f"this call selects {method} of the Hub (by penalty_alpha, dola_layers or the like); leave it out, also of "
+        "model.generation_config, or call generate without a strategy."
+    )
+    require("/" not in method, message)
     message = f"prefill_chunk_size={size!r} is no number of tokens; give an int of 1 or more, or leave it out."
     require(size is None or (is_int(size) and size >= 1), message)
     message = f"num_beams={config.num_beams} has no text before its end, which a streamer could get; leave one out."
@@ -54,8 +60,9 @@ def check_token_ids(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bo
     lowest, highest = torch.stack(torch.aminmax(input_ids)).tolist()
     message = (
         f"input_ids has the token id {lowest if lowest < 0 else highest}, and {type(model).__name__} embeds 0 to "
+        f"{size - 1}; use its own tokenizer, or resize_token_embeddings."
     )
-    require(lowest >= 0 and highest < size, f"{message}{size - 1}; use its own tokenizer, or resize_token_embeddings.")
+    require(lowest >= 0 and highest < size, message)
 
 
 def _embedding(model: PreTrainedModel, encoded: bool = False) -> torch.nn.Embedding | None:
@@ -81,8 +88,10 @@ def check_inputs(prompt: PreparedInputs) -> None:
     if embeds is None:
         check_token_ids(model, input_ids)
     elif (embedding := _embedding(model)) is not None:
-        message = f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the target, which embeds in "
-        message += f"{embedding.embedding_dim}; make them with model.get_input_embeddings()."
+        message = (
+            f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the target, which embeds in "
+            f"{embedding.embedding_dim}; make them with model.get_input_embeddings()."
+        )
         require(embeds.shape[-1] == embedding.embedding_dim, message)
     _check_past_and_mask(prompt, embeds, "decoder_attention_mask" if is_encoded else "attention_mask")
 
@@ -96,16 +105,18 @@ def _check_past_and_mask(prompt: PreparedInputs, embeds: torch.Tensor | None, na
     fits = mask is None or (mask.ndim == 2 and len(mask) == rows)
     message = (
         f"{name} of shape {None if mask is None else tuple(mask.shape)} is no 2D mask of {rows} rows; pass the one "
+        "that came with input_ids, 1 for a token and 0 for a pad."
     )
-    require(fits, f"{message}that came with input_ids, 1 for a token and 0 for a pad.")
+    require(fits, message)
     positions = None if is_encoded else kwargs.get("position_ids")
     if positions is not None and positions.ndim <= 2:  # models with several kinds of positions check their own
         new = width - cached
         fits = positions.ndim == 2 and positions.shape[0] in (1, rows) and positions.shape[1] >= new
         message = (
             f"position_ids of shape {tuple(positions.shape)} has no position for each token of the prompt of shape "
+            f"{(rows, new)}; pass one a token, or leave it out."
         )
-        require(fits, f"{message}{(rows, new)}; pass one a token, or leave it out.")
+        require(fits, message)
 
 
 def text_width(prompt: PreparedInputs) -> int:
@@ -131,16 +142,19 @@ def check_length(prompt: PreparedInputs, new_tokens: int) -> None:
     shorter = f"shorten the prompt to {num_positions} tokens or fewer"
     remedy = f"set max_new_tokens={room} or less" if room > 0 else shorter
     message = (
-        f"the prompt has {width} tokens and may get {new_tokens} new ones, and {type(model).__name__} has a table "
+        f"the prompt has {width} tokens and may get {new_tokens} new ones, and {type(model).__name__} has a table of "
+        f"{num_positions} positions, beyond which plain generate fails; {remedy}."
     )
-    raise ValueError(f"{message}of {num_positions} positions, beyond which plain generate fails; {remedy}.")
+    raise ValueError(message)
 
 
 def check_encoder_positions(model: PreTrainedModel, prompt_tokens: int) -> None:
     """Raise ValueError if the encoder of a model lacks a position for a token of a prompt."""
     num_positions = position_table(model, encoder=True)
-    message = f"the prompt has {prompt_tokens} tokens, and the encoder of {type(model).__name__} has a table of "
-    message += f"{num_positions} positions; shorten the prompt."
+    message = (
+        f"the prompt has {prompt_tokens} tokens, and the encoder of {type(model).__name__} has a table of "
+        f"{num_positions} positions; shorten the prompt."
+    )
     require(num_positions is None or prompt_tokens <= num_positions, message)
 
 

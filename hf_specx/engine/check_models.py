@@ -37,8 +37,10 @@ def check_target(model: PreTrainedModel) -> None:
 def _check_weights(role: str, model: PreTrainedModel) -> None:
     """Raise ValueError if a model has parameters without values, and nothing that loads them."""
     if any(map(attrgetter("is_meta"), model.parameters())):
-        message = f"the {role} model has parameters on the meta device and no offload hook to load them; load its "
-        message += "weights first, for example with from_pretrained(..., device_map='auto')."
+        message = (
+            f"the {role} model has parameters on the meta device and no offload hook to load them; load its weights "
+            "first, for example with from_pretrained(..., device_map='auto')."
+        )
         require(any(hasattr(module, "_hf_hook") for module in model.modules()), message)
 
 
@@ -59,8 +61,11 @@ def check_pair(
         check_sizes(target, draft, tokenizer, draft_tokenizer)
     elif not same_tokens(tokenizer, draft_tokenizer):
         token, number = min(tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items())
-        message = f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the "
-        raise ValueError(f"{message}target's tokenizer, or a model, whose tokens SpeculativeDecoding can match.")
+        message = (
+            f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the "
+            "target's tokenizer, or a model, whose tokens SpeculativeDecoding can match."
+        )
+        raise ValueError(message)
     already_compared = COMPARED_TARGETS.setdefault(draft, WeakSet())
     if target not in already_compared and (None in (tokenizer, draft_tokenizer) or draft_tokenizer is tokenizer):
         compare_vocabularies(target, draft, tokenizer, draft_tokenizer)
@@ -129,9 +134,9 @@ def _check_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     elif encodes and not draft_encodes and "encoder_outputs" in inspect.signature(draft.forward).parameters:
         width, draft_width = (getattr(model.config, "d_model", None) for model in (target, draft))
         message = (
-            f"the draft {name} reads encoder outputs of width {draft_width}, and the target's have {width}; choose "
+            f"the draft {name} reads encoder outputs of width {draft_width}, and the target's have {width}; choose a "
+            f"draft with its own encoder, or with d_model={width}."
         )
-        message += f"a draft with its own encoder, or with d_model={width}."
         require(None in (width, draft_width) or width == draft_width, message)
 
 
@@ -142,14 +147,24 @@ def check_other_tokenizer(
 
     `width` is how many columns of ids the target's prompts have.
     """
-    message, encodes = f"the draft {type(draft).__name__} has", draft.config.is_encoder_decoder
-    why = "an encoder and another tokenizer than the target, so it cannot read what that reads; choose a decoder-only "
-    require(not encodes, f"{message} {why}draft, or one with the target's tokenizer.")
-    message = f"{message} another tokenizer than the target"
-    why = "so that its rows grow by unequal numbers of tokens, which it can only take one row at a time; choose a "
+    name = type(draft).__name__
+    message = (
+        f"the draft {name} has an encoder and another tokenizer than the target, so it cannot read what that reads; "
+        "choose a decoder-only draft, or one with the target's tokenizer."
+    )
+    require(not draft.config.is_encoder_decoder, message)
+    message = (
+        f"the draft {name} has another tokenizer than the target, so that its rows grow by unequal numbers of tokens, "
+        "which it can only take one row at a time; choose a draft with attention alone, or one with the target's "
+        "tokenizer."
+    )
     able = not set(layouts_of(draft, drafts=True)).isdisjoint(OTHER_TOKENIZER_LAYOUTS)
-    require(able, f"{message}, {why}draft with attention alone, or one with the target's tokenizer.")
-    require(width > 0, f"{message} and cannot read inputs_embeds; pass input_ids= as well.")
+    require(able, message)
+    message = (
+        f"the draft {name} has another tokenizer than the target and cannot read inputs_embeds; pass input_ids= as "
+        "well."
+    )
+    require(width > 0, message)
     _check_draft(draft)
     for role, model, model_tokenizer in (("target", target, tokenizer), ("draft", draft, other)):
         if model_tokenizer is not None:
@@ -181,7 +196,8 @@ def compare_vocabularies(
 
     A tokenizer that was not given is looked for where its model was loaded from, in a folder or in the cache of the
     Hub. Where one is not found, two models count as alike if they are of one type and their texts begin and end with
-    the same ids. A few other ids do no harm, as candidates are judged. One object given twice is said to be of common.
+    the same ids. A few other ids do no harm, as candidates are judged. One tokenizer given for both says nothing of
+    the draft, whose own is then looked for.
     """
     shared = tokenizer is not None and draft_tokenizer is tokenizer
     file, draft_file = _tokenizer_file(target), _tokenizer_file(draft)
@@ -194,8 +210,6 @@ def compare_vocabularies(
         if why:
             message = (
                 "target and draft score equally many tokens, and whether these are the same tokens is not known, "
-            )
-            message += (
                 f"since {why}. If not, hardly any candidate is accepted (the text stays right); {_remedy(draft)}"
             )
             warnings.warn(message, UserWarning, stacklevel=2)
@@ -205,9 +219,10 @@ def compare_vocabularies(
     number = max(differ, default=0)
     message = (
         f"target and draft have different tokenizers: {len(differ)} of {len(common)} ids stand for other tokens, for "
+        f"instance {number} for {tokens.get(number)!r} and {draft_tokens.get(number)!r}; "
+        f"{GIVE_ITS_OWN if shared else _remedy(draft)}"
     )
-    message += f"instance {number} for {tokens.get(number)!r} and {draft_tokens.get(number)!r}"
-    require(2 * len(differ) <= len(common), f"{message}; {GIVE_ITS_OWN if shared else _remedy(draft)}")
+    require(2 * len(differ) <= len(common), message)
 
 
 def _tokenizer_file(model: PreTrainedModel) -> Path | None:

@@ -10,19 +10,19 @@ from hf_specx.common.errors import check_names, is_int, kind, one_of, require, r
 
 
 VERIFICATIONS = ("token", "block", "coupled")
-MOST_NODES = 64  # of a tree, so that masks and scores of a round stay small beside what they save
+MAX_NODES = 64  # of a tree, so that masks and scores of a round stay small beside what they save
 NEEDED = {  # option: (attributes that it must have, remedy)
     "streamer": (("put", "end"), "pass a TextStreamer or another BaseStreamer"),
     "tokenizer": (("get_vocab",), "pass what AutoTokenizer.from_pretrained gives"),
     "draft_tokenizer": (("get_vocab",), "pass what AutoTokenizer.from_pretrained gives"),
-    "costs": (("table", "best_fixed_num_draft_tokens"), "pass strategy.costs of an earlier strategy"),
+    "costs": (("forward_times", "best_fixed_num_draft_tokens"), "pass strategy.costs of an earlier strategy"),
 }
 
 
 def check_tree(tree: Any, where: str = "") -> None:
     """Raise ValueError if this is no number of nodes."""
-    rest = f"is no number of nodes; give an int from 1 to {MOST_NODES}, 'auto', or False for a chain."
-    is_number = is_int(tree) and 1 <= tree <= MOST_NODES
+    rest = f"is no number of nodes; give an int from 1 to {MAX_NODES}, 'auto', or False for a chain."
+    is_number = is_int(tree) and 1 <= tree <= MAX_NODES
     require_option(tree is False or is_number or tree == "auto", f"{where}tree", tree, rest)
 
 
@@ -47,8 +47,8 @@ def check_options(
     """
     message = (
         "SpeculativeDecoding takes one draft (or a list of them), and its options by name. If custom_generate= was "
+        "given this class, give it an object: custom_generate=SpeculativeDecoding(draft_model)."
     )
-    message += "given this class, give it an object: custom_generate=SpeculativeDecoding(draft_model)."
     require(not misplaced, message)
     check_names("SpeculativeDecoding", unknown, ["draft_model", *options], f"known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"])

@@ -26,10 +26,10 @@ def decode(run: Run) -> Iterator[Round]:
             run.end_phase("target")
             scores = run.processors(run.batch, draft, forward.logits)
             verdict = run.verifier.verify(run.batch, draft, scores)
-            done = run.batch.append(draft, verdict, run.stopping, forward, scores)
-            run.publish(done)
-            requests = run.next_requests(done)  # of a queue, for the places of rows that have ended
-            run.end_round(done, requests)  # other rows that have ended leave
+            round_ = run.batch.append(draft, verdict, run.stopping, forward, scores)
+            run.publish(round_)
+            requests = run.next_requests(round_)  # of a queue, for the places of rows that have ended
+            run.end_round(round_, requests)  # other rows that have ended leave
             run.admit(requests)
-            yield done
+            yield round_
         run.finish()

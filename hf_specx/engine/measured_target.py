@@ -21,7 +21,6 @@ from .call import Call, in_layout, without_tree
 from .ranks import any_rank
 from .reasons import why_measured_wrong
 from .report import PLAINLY
-from .run import make_batch, max_draft_tokens
 
 
 def with_measured_target(call: Call) -> tuple[Call, ModelRunner | None]:
@@ -43,7 +42,7 @@ def with_measured_target(call: Call) -> tuple[Call, ModelRunner | None]:
     layouts = [call.layout.target]
     if model.config.model_type not in LAYOUTS_OF and call.strategy.layout == "auto":
         layouts = layouts_of(model)
-    candidates = max(steps, max_draft_tokens(call))
+    candidates = max(steps, call.max_draft_tokens)
     differences = []
     for layout in layouts:
         try:
@@ -60,7 +59,7 @@ def with_measured_target(call: Call) -> tuple[Call, ModelRunner | None]:
                 reason = f"{reason}; whole batches, since later prompts are other conditions"
                 layout_shown = replace(layout_shown, reason=reason, refills=False)
             tried = replace(tried, layout=layout_shown, measured_candidates=candidates)
-            if tried.max_nodes:
+            if tried.tree:
                 tried = without_tree(tried, "no tree: the target was measured with chains")
             return tried, runner
         differences.append(f"{layout}: {difference}")
@@ -102,7 +101,7 @@ def _measure(call: Call, conditions: Conditions) -> tuple[Difference, ModelRunne
         kwargs[name] = copy.deepcopy(kwargs[name])
     try:
         runner = make_runner(layout.target, replace(prompt, kwargs=kwargs))
-        batch = make_batch(call)
+        batch = call.make_batch()
         output = runner.prefill()
         difference = compare(runner, batch, output, conditions.candidates, conditions.steps)
     except Exception as error:

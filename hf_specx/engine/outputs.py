@@ -28,12 +28,12 @@ class Outputs:
         self.rows, names = rows, ("scores", "logits")
         self.entries: dict[str, list[torch.Tensor]] = {x: [] for x in names if getattr(config, f"output_{x}")}
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Keep what belongs to the tokens that a round emitted."""
         for name, entries in self.entries.items():
-            values = done.scores if name == "scores" else done.forward.logits
+            values = round_.scores if name == "scores" else round_.forward.logits
             for index, (row, before, number) in enumerate(
-                zip(done.rows, done.emitted_before, done.emitted, strict=True)
+                zip(round_.rows, round_.emitted_before, round_.emitted, strict=True)
             ):
                 while len(entries) < before + number:
                     entries.append(values.new_zeros(self.rows, values.shape[2], dtype=torch.float32))
@@ -73,14 +73,14 @@ class Stream:
         for row in () if self.prompt_streamed else range(len(batch.counts)):
             self.put(row, batch.row(row).cpu() if self.tags_rows else batch.prefix(0).cpu())
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Hand over what will surely be in the text."""
         new = []
-        for row_state, end in zip(done.batch.row_states, self.stopping.num_final_tokens(done.batch), strict=True):
+        for row_state, end in zip(round_.batch.row_states, self.stopping.num_final_tokens(round_.batch), strict=True):
             new.append(row_state.emitted_ids[row_state.num_streamed : end])
             row_state.num_streamed = end
         # where no row is padded, texts end with the call
-        self.put_tokens(new, done.ended if self.stopping.has_eos_stopping_criteria else ())
+        self.put_tokens(new, round_.ended if self.stopping.has_eos_stopping_criteria else ())
 
     def put_tokens(self, new: Sequence[Sequence[int]], ended: Iterable[int]) -> None:
         """Hand over the new tokens of each of the B rows, and end the rows in `ended`."""

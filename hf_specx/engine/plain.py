@@ -13,7 +13,6 @@ from .call import Call
 from .check_inputs import decoding_method_of
 from .outputs import Stream
 from .report import PLAINLY, SpeculationReport
-from .run import make_batch
 
 
 def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
@@ -24,14 +23,17 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     """
     prompt, started = call.prompt, time.perf_counter()
     ids, config, method = prompt.input_ids, prompt.generation_config, decoding_method_of(prompt)
-    message = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes them: "
     has_one_generator = call.seeds is None or len(ids) == 1 or not config.do_sample
-    require(has_one_generator, f"{message}{call.fallback_reason}; call generate for each row, or leave the seeds out.")
+    message = (
+        f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes them: "
+        f"{call.fallback_reason}; call generate for each row, or leave the seeds out."
+    )
+    require(has_one_generator, message)
     stream = None if call.strategy.streamer is None else Stream(call)
     asks_criteria_each_token = method == "_sample"  # beams and the like do not
     criteria = _CriteriaWithStream(call.stopping, stream if asks_criteria_each_token else None, ids)
     if stream is not None:
-        stream.prompt(make_batch(call))
+        stream.prompt(call.make_batch())
     arguments: dict[str, Any] = {"synced_gpus": call.synced_gpus, **prompt.kwargs}
     if method == "_assisted_decoding":
         arguments["inputs_tensor"] = prompt.inputs_tensor

@@ -21,8 +21,8 @@ from .reasons import why_out_of_step
 def of_first_rank(number: int, device: torch.device) -> int:
     """The number of the first rank; each of them must ask equally often.
 
-    Each rank has its own clock and so finds a number of its own; with another than the others it would wait for ever
-    in the midst of a forward.
+    Each rank has its own clock and so finds a number of its own; with different numbers, ranks would wait for each
+    other for ever, in different forwards.
     """
     shared = torch.tensor(number, device=device)
     distributed.broadcast(shared, 0)
@@ -52,10 +52,16 @@ def synced_by_default(*models: PreTrainedModel) -> bool:
 def check_synced(settings: DraftSettings, drafter: Drafter) -> None:
     """Raise ValueError if ranks that hold parts of the models cannot keep step."""
     where_fixed = "with synced_gpus= it must be the same on all ranks"
-    message = f"num_assistant_tokens_schedule={settings.schedule!r} changes the number of candidates by what all rows "
-    require(settings.schedule == "constant", f"{message}accept, and {where_fixed}; use 'constant'.")
-    message = f"assistant_confidence_threshold={settings.threshold} changes the number of candidates by what all rows "
-    require(not settings.threshold, f"{message}draft, and {where_fixed}; set it to 0.")
+    message = (
+        f"num_assistant_tokens_schedule={settings.schedule!r} changes the number of candidates by what all rows "
+        f"accept, and {where_fixed}; use 'constant'."
+    )
+    require(settings.schedule == "constant", message)
+    message = (
+        f"assistant_confidence_threshold={settings.threshold} changes the number of candidates by what all rows "
+        f"draft, and {where_fixed}; set it to 0."
+    )
+    require(not settings.threshold, message)
     same = "synced_gpus=True needs the same forwards on every rank, and "
     require(not drafter.parts, f"{same}several drafts are chosen by the text; give one.")
     why = "" if drafter.model is None else why_out_of_step(drafter.model)

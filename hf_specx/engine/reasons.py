@@ -10,7 +10,7 @@ candidates in
 - devices and ranks (`why_no_noise`, `why_out_of_step`).
 
 Three more are known elsewhere: `SWITCHED_OFF` by the options, `DOES_NOT_PAY` by the costs of earlier calls
-(`would_not_draft` in `run.py`), and `why_measured_wrong` after a measurement (`measured_target.py`).
+(`Call.would_not_draft`), and `why_measured_wrong` after a measurement (`measured_target.py`).
 """
 
 import inspect
@@ -39,7 +39,7 @@ from .check_inputs import decoding_method_of, text_width
 
 
 SWITCHED_OFF = "num_draft_tokens=0, given or of a pair whose draft was slower; pass 'auto' to draft nevertheless"
-DOES_NOT_PAY = "by earlier calls its draft would not pay; it is tried again now and then"
+DOES_NOT_PAY = "earlier calls show that its draft would not pay; it is tried again now and then"
 SILENCE = "num_draft_tokens=0 decodes plainly without this warning"
 OTHER_HEADS = ("summary", "classifier")  # names of dropout rates in configs that no language model uses
 CHECKPOINTS_KEEP_CACHE = (5, 24)  # the transformers from which on gradient checkpointing leaves the cache
@@ -318,7 +318,7 @@ def reasons_in_outputs(prompt: PreparedInputs) -> Iterator[str]:
     config = prompt.generation_config
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
-            yield f"{name}=True wants what the model gives for each token alone"
+            yield f"{name}=True returns one entry a token, which a forward over several does not give (leave it out)"
 
 
 def why_no_noise(device: torch.device, verification: str) -> str:

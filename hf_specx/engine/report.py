@@ -31,12 +31,12 @@ class RoundSize(NamedTuple):
     Attributes:
         drafted: candidates of the row.
         draft_steps: positions for which the draft had to take a step; a head that drafts a block takes one for all.
-        most_candidates: of the row that has most.
+        max_candidates: of the row that has most.
     """
 
     drafted: int
     draft_steps: int
-    most_candidates: int
+    max_candidates: int
 
 
 @dataclass
@@ -49,14 +49,15 @@ class SpeculationReport:
         misread_reason: why the files of a head look as if they were misread, and what to do.
         tree_reason: why candidates did not branch though that was asked for.
         plain_steps: target forwards without candidates, the prompts' own among them.
-        nodes: all candidates, where they branch; `drafted` and what is by position are those of first choice.
+        nodes: all candidates, where they branch; `drafted`, `judged` and counts by position are of first choices.
         accepted_per_rank: accepted candidates by their rank among those that followed the same token.
         forced: candidates that were the only token allowed.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
         num_new_tokens: tokens by which rows went on in rounds with candidates, before a cut at a stop.
-        drafted_per_position, judged_per_position, accepted_per_position: by the position in the round, before a cut.
-        round_sizes: how many rounds rows took part in, but for a first one without candidates, by their `RoundSize`;
-            `new_tokens_in_rounds`: by how much rows went on in these.
+        drafted_per_position, judged_per_position, accepted_per_position: candidates of first choice by the position
+            in the round, before a cut: those that followed first choices alone, of branches none.
+        round_sizes: by `RoundSize`, how many rounds of rows there were, without a first one that had no candidates;
+            `new_tokens_in_rounds`: by how many tokens rows went on in these.
         num_draft_tokens: the most candidates of a round, one after another; `mean_draft_tokens` is their mean.
         acceptance_sums: two sums over rows, rounds and i: of the probability that the first i candidates are all
             accepted, and that the first i - 1 are; see `conditional_acceptance`. Of several drafts, the model's alone.
@@ -107,28 +108,29 @@ class SpeculationReport:
             setattr(self, name, [0] * self.rows)
         self.history = [[] for _ in range(self.rows)]
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Count a round."""
-        self._add_rows(len(done.batch.row_states) - self.rows)
-        longest, most_candidates = max(done.draft.lengths), max(done.num_candidates)
-        num_steps, judged = done.draft.steps, done.judged
+        self._add_rows(len(round_.batch.row_states) - self.rows)
+        longest, max_candidates = max(round_.draft.lengths), max(round_.num_candidates)
+        num_steps = round_.draft.steps
+        in_chain, judged = round_.accepted_in_chain, round_.judged
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
-        self._count_acceptance(done)
-        for index, (row, record) in enumerate(zip(done.rows, records_of(done), strict=True)):
+        self._count_acceptance(round_)
+        for index, (row, record) in enumerate(zip(round_.rows, records_of(round_), strict=True)):
             if record.drafted or self.emitted_per_row[row]:  # else it is the first step, with the prompt
-                self.round_sizes[RoundSize(record.drafted, num_steps, most_candidates)] += 1
-                self.new_tokens_in_rounds += done.num_new_tokens[index]
+                self.round_sizes[RoundSize(record.drafted, num_steps, max_candidates)] += 1
+                self.new_tokens_in_rounds += round_.num_new_tokens[index]
             self._keep(row, record)
             self.emitted_per_row[row] += record.emitted
             if record.drafted:
-                self._count_candidates(done, index, record, judged[index])
+                self._count_candidates(round_, index, record, in_chain[index], judged[index])
 
-    def _count_acceptance(self, done: Round) -> None:
+    def _count_acceptance(self, round_: Round) -> None:
         """Add to `acceptance_sums`."""
         accepted_mass, drafted_mass = self.acceptance_sums
-        for acceptance in done.draft_acceptance:
+        for acceptance in round_.draft_acceptance:
             accepted_mass += sum(acceptance)
             drafted_mass += sum([1.0, *acceptance][: len(acceptance)])
         self.acceptance_sums = accepted_mass, drafted_mass
@@ -140,25 +142,28 @@ class SpeculationReport:
         if self.max_history is not None and len(history) > 2 * self.max_history:
             del history[: self.max_history]
 
-    def _count_candidates(self, done: Round, index: int, record: RoundRecord, judged: int) -> None:
-        """Count the candidates of a row, by its row index, of which so many were `judged`."""
-        row, drafted, accepted = done.rows[index], record.drafted, record.accepted
+    def _count_candidates(self, round_: Round, index: int, record: RoundRecord, in_chain: int, judged: int) -> None:
+        """Count the candidates of a row, by its row index.
+
+        Of its first choices so many were `judged`, and `in_chain` accepted.
+        """
+        row, drafted, accepted = round_.rows[index], record.drafted, record.accepted
         self.forced += len(record.forced)
         self.nodes += record.nodes
         for rank in record.ranks:
             self.accepted_per_rank += [0] * (1 + rank - len(self.accepted_per_rank))
             self.accepted_per_rank[rank] += 1
-        self.num_new_tokens += done.num_new_tokens[index]
-        self.overlap += sum(done.overlap[index][:judged])
+        self.num_new_tokens += round_.num_new_tokens[index]
+        self.overlap += sum(round_.overlap[index][:judged])
         self.rounds_per_row[row] += 1
         self.drafted_per_row[row] += drafted
         self.accepted_per_row[row] += accepted
         positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
-        for counts, number in zip(positions, (drafted, judged, accepted), strict=True):
-            counts += [0] * (max(drafted, accepted) - len(counts))
+        for counts, number in zip(positions, (drafted, judged, in_chain), strict=True):
+            counts += [0] * (drafted - len(counts))
             for position in range(number):
                 counts[position] += 1
-        of_source = self.sources.setdefault(done.draft.sources[index], {"rounds": 0, "drafted": 0, "accepted": 0})
+        of_source = self.sources.setdefault(round_.draft.sources[index], {"rounds": 0, "drafted": 0, "accepted": 0})
         for name, number in zip(of_source, (1, record.nodes, accepted), strict=True):
             of_source[name] += number
 
@@ -211,12 +216,12 @@ class SpeculationReport:
 
     @property
     def drafted(self) -> int:
-        """Candidates of all rows."""
+        """Candidates of all rows; of trees, those of first choice."""
         return sum(self.drafted_per_row)
 
     @property
     def judged(self) -> int:
-        """Candidates whose predecessors were all kept."""
+        """Candidates of first choice whose predecessors were all kept."""
         return sum(self.judged_per_position)
 
     @property
@@ -293,11 +298,11 @@ class SpeculationReport:
         costs = self._costs
         if costs is None or not self.round_sizes:
             return None if costs is None else 1.0
-        plain = costs.target(self.rows, 1)
+        plain = costs.target_seconds(self.rows, 1)
         taken = 0.0
         for size, number in self.round_sizes.items():
-            forwards = costs.target(self.rows, 1 + size.most_candidates) + costs.drafting(self.rows, size.draft_steps)
-            taken += number * forwards
+            drafting = costs.drafting_seconds(self.rows, size.draft_steps)
+            taken += number * (costs.target_seconds(self.rows, 1 + size.max_candidates) + drafting)
         return self.new_tokens_in_rounds * plain / taken
 
     @property
@@ -341,13 +346,13 @@ class SpeculationReport:
         return "\n".join(lines)
 
 
-def records_of(done: Round) -> list[RoundRecord]:
+def records_of(round_: Round) -> list[RoundRecord]:
     """The counts of each of the R rows in a round."""
     draft, num_candidates, accepted_ranks, is_bonus = (
-        done.draft,
-        done.num_candidates,
-        done.accepted_ranks,
-        done.is_bonus,
+        round_.draft,
+        round_.num_candidates,
+        round_.accepted_ranks,
+        round_.is_bonus,
     )
     records = []
     for index, drafted in enumerate(draft.lengths):
@@ -355,8 +360,8 @@ def records_of(done: Round) -> list[RoundRecord]:
         records.append(
             RoundRecord(
                 drafted,
-                done.accepted[index],
-                done.emitted[index],
+                round_.accepted[index],
+                round_.emitted[index],
                 tuple(compress(range(drafted), flags)),
                 num_candidates[index],
                 tuple(accepted_ranks[index]),

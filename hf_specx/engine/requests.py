@@ -57,8 +57,8 @@ class Request:
             its template.
         chat_template_kwargs: what the template reads besides messages, as {"enable_thinking": False} or {"tools":
             [...]}.
-        cancelled: asked before it begins and after each round; once it says yes the request ends as it is. The
-            `is_set` of a `threading.Event` is one.
+        cancelled: called before the request begins and after each round; once it returns True the request ends with
+            the tokens that it has. The `is_set` of a `threading.Event` is one.
     """
 
     input_ids: Sequence[int] | torch.Tensor | None = None
@@ -74,7 +74,7 @@ class Request:
     cancelled: Callable[[], bool] | None = None
 
     def is_cancelled(self) -> bool:
-        """Whether nobody wants it any more."""
+        """Whether `cancelled` says so."""
         return self.cancelled is not None and self.cancelled()
 
 
@@ -136,6 +136,8 @@ class PreparedRequest:
         prompt_ids: [l], the tokens of the request; `input_ids` is the same, or what a decoder starts with.
         seed: its own if `has_own_seed`, else one that was drawn.
         processors: of the call and its own; `has_own_processors`, whether there are some of its own.
+        row_processors: the same in a batch with others, with `TokenMasks` in place of those whose state can be taken
+            back; a call of its own makes such masks itself.
         greedy: whether its processors leave the likeliest token alone, beside rows that sample.
         runs_alone: whether it is decoded in a batch of one, as any call: something of it keeps state, transformers
             decodes it, it reads more than tokens, or it samples where the call does not.
@@ -149,6 +151,7 @@ class PreparedRequest:
     seed: int
     has_own_seed: bool
     processors: Sequence[Processor]
+    row_processors: Sequence[Processor]
     has_own_processors: bool
     stopping: Stopping
     greedy: bool
@@ -160,7 +163,7 @@ class PreparedRequest:
         return self.stopping.max_new_tokens
 
     def is_cancelled(self) -> bool:
-        """Whether nobody wants it any more."""
+        """As of the request."""
         return self.request.is_cancelled()
 
     @property
@@ -250,7 +253,8 @@ class RequestPreparer:
             input_ids=prompt.input_ids[0],
             seed=seed,
             has_own_seed=request.seed is not None,
-            processors=prompt.processors if runs_alone else with_masks,  # a call makes masks of them itself
+            processors=prompt.processors,
+            row_processors=with_masks,
             has_own_processors=request.logits_processor is not None or "logits_processor" in request.generate_kwargs,
             stopping=prompt.stopping,
             greedy=greedy,
@@ -263,8 +267,11 @@ class RequestPreparer:
             as_ids(request.input_ids)
             return
         has_template = bool(getattr(self.tokenizer, "chat_template", None))
-        message = "a request is a chat, which needs a tokenizer with a chat template; give one by tokenizer=, or give "
-        require(has_template, f"{message}tokens.")
+        message = (
+            "a request is a chat, which needs a tokenizer with a chat template; give one by tokenizer=, or give "
+            "tokens."
+        )
+        require(has_template, message)
 
     def read_prompt(self, request: Request) -> torch.Tensor:
         """The prompt of a request, [L] ints; a chat in the tokenizer's template.
@@ -313,8 +320,11 @@ class RequestPreparer:
         remedies["stopping_criteria"] = "call generate for each"
         for name, remedy in remedies.items():
             for kind in (type(each).__name__ for each in self.options.get(name) or []):
-                message = f"{kind} may keep state, and all requests would share it; {remedy}, or set its attribute "
-                require(kind not in stateful, f"{message}stateless = True if it keeps none.")
+                message = (
+                    f"{kind} may keep state, and all requests would share it; {remedy}, or set its attribute "
+                    "stateless = True if it keeps none."
+                )
+                require(kind not in stateful, message)
 
 
 def as_request(prompt: Any) -> Request:
@@ -376,9 +386,12 @@ def _inputs_from_generate(
         prompt = prepared_inputs(*args, **kwargs)  # of PEFT's wrapper it has the model inside
         why = why_learned_prompt(prompt.model)
         require(not why, f"{why}.")
-        message = f"num_beams={prompt.generation_config.num_beams} and num_return_sequences="
-        message += f"{prompt.generation_config.num_return_sequences} make several rows of a request, which has one; "
-        require(len(prompt.input_ids) == len(ids), f"{message}leave them out, or call generate for each request.")
+        message = (
+            f"num_beams={prompt.generation_config.num_beams} and "
+            f"num_return_sequences={prompt.generation_config.num_return_sequences} make several rows of a request, "
+            "which has one; leave them out, or call generate for each request."
+        )
+        require(len(prompt.input_ids) == len(ids), message)
         message = "PEFT's own generate alone knows where adapters begin (aLoRA); call it for each request."
         require(not adapts_rows(prompt.model), message)
         prompt.generation_config.return_dict_in_generate = False

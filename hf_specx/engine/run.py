@@ -2,18 +2,18 @@
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from hf_specx.common.batch import Batch, RowState
 from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.round import Listener, Round
-from hf_specx.drafting.auto import AutoDraftLength, RoundTimer
-from hf_specx.drafting.costs import MAX_DRAFT_TOKENS, Costs
+from hf_specx.drafting.auto import AutoDraftLength
+from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.drafter import DraftContext, Drafter
-from hf_specx.drafting.forward_times import assumed_times, size_of
+from hf_specx.drafting.forward_times import QUERY_LENGTHS, TREE_QUERY_LENGTHS, assumed_times, size_of
+from hf_specx.drafting.round_timer import RoundTimer
 from hf_specx.drafting.schedule import DraftLengthSchedule
 from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.drafting.trees import COMPILED_NODES, RankEstimate, TreeShapes
@@ -22,20 +22,19 @@ from hf_specx.models.prompts import draft_prompt
 from hf_specx.models.runner import ModelRunner
 from hf_specx.models.self_check import tokens_of_a_round
 from hf_specx.models.slots import write_user_cache
-from hf_specx.sampling.per_request import RequestProcessors, RowProcessors
-from hf_specx.sampling.processors import NO_LIMIT, Processors, RoundProcessor
+from hf_specx.sampling.per_request import RequestProcessors
+from hf_specx.sampling.processors import NO_LIMIT, Processors
 from hf_specx.sampling.verifiers import make_verifier
 
 from .call import Call
-from .check_options import MOST_NODES
+from .check_options import MAX_NODES
 from .outputs import Outputs, Stream
-from .queue import KEPT_ROUNDS
 from .ranks import any_rank, of_first_rank
 from .report import SpeculationReport
+from .request_results import KEPT_ROUNDS
 from .requests import PreparedRequest
 
 
-DRAWN_BY_LENGTH = ("token", "block")  # verifications that draw other tokens for another number of candidates
 NOISE_WINDOW = 8  # rounds for which the noise of a row is kept under coupled verification
 
 
@@ -62,13 +61,12 @@ class Run:
         self.call = call
         self.costs = costs
         self.stopping = call.stopping
-        self.batch = make_batch(call)
+        self.batch = call.make_batch()
         self.finished = False
         self.has_prefilled = target is not None
         self.target = target or make_runner(call.layout.target, prompt, compiled=strategy.compile)
         self.processors = self._make_processors()
-        self.max_draft_tokens = max_draft_tokens(call)
-        window = NOISE_WINDOW * (1 + self.max_draft_tokens)
+        window = NOISE_WINDOW * (1 + call.max_draft_tokens)
         self.verifier = make_verifier(call.verification, prompt.input_ids, window, seeded=call.seeds is not None)
         # times differ from rank to rank, and drafts that go by them would differ as well
         timer_costs = None if call.tensor_parallel else costs
@@ -83,7 +81,8 @@ class Run:
         config = prompt.generation_config
         self.outputs = Outputs(config, len(prompt.input_ids)) if config.return_dict_in_generate else None
         self.stream = None if strategy.streamer is None else Stream(call)
-        listeners = [self.report, self.tree_shapes, self.outputs, self.stream, *strategy.listeners, call.queue]
+        results = None if call.queue is None else call.queue.results
+        listeners = [self.report, self.tree_shapes, self.outputs, self.stream, *strategy.listeners, results]
         self.listeners: list[Listener] = [listener for listener in listeners if listener is not None]
         self.started = self.phase_started = time.perf_counter()
 
@@ -97,7 +96,7 @@ class Run:
         if call.measured_candidates is not None and call.measured_candidates < limit[0]:
             limit = call.measured_candidates, "the target was measured with so many"
         if call.queue is not None:
-            return RequestProcessors(self.batch.row_states, self.stopping.eos_token_ids, limit)
+            return RequestProcessors(self.batch, self.stopping.eos_token_ids, limit)
         return Processors(call.processors, self.stopping.eos_token_ids, limit)
 
     def _make_drafter(self) -> Drafter:
@@ -111,22 +110,21 @@ class Run:
 
     def _make_tree_shapes(self) -> TreeShapes | None:
         """The shapes of trees, where candidates of the call may branch."""
-        call = self.call
-        if not call.max_nodes:
+        call, max_nodes = self.call, self.batch.max_nodes
+        if not max_nodes:
             return None
-        most = most_nodes(call)
-        numbers = COMPILED_NODES if call.strategy.compile else range(1, 1 + MOST_NODES)
-        nodes = call.max_nodes if isinstance(call.max_nodes, str) else most
+        numbers = COMPILED_NODES if call.strategy.compile else range(1, 1 + MAX_NODES)
+        nodes = "auto" if call.tree == "auto" else max_nodes
         ranks = self.costs.rank_estimates.setdefault(call.verification, RankEstimate())
-        chooses_depth = fixed_draft_tokens(call) is None  # else that number is the depth
-        return TreeShapes(nodes, self.round_timer, ranks, [n for n in numbers if n <= most], chooses_depth)
+        chooses_depth = call.fixed_draft_tokens is None  # else that number is the depth
+        return TreeShapes(nodes, self.round_timer, ranks, [n for n in numbers if n <= max_nodes], chooses_depth)
 
     def _make_report(self) -> SpeculationReport:
         """The report of the call, with all counters at 0."""
         call, max_rollback = self.call, self.processors.max_rollback
         tokenizer_match = call.drafter.tokenizer_match
         limit_reason = ""
-        if max_rollback < self.max_draft_tokens:
+        if max_rollback < call.max_draft_tokens:
             limit_reason = f"no row has more than {max_rollback} candidates: {self.processors.limited_by}"
         return SpeculationReport(
             call.verification,
@@ -175,13 +173,13 @@ class Run:
         options: dict[str, Any] = {"equal_lengths": call.synced_gpus, "processors": self.processors}
         if round_timer is not None and (call.synced_gpus or call.tensor_parallel):
             options["agree"] = partial(of_first_rank, device=self.batch.ids.device)
-        num_draft_tokens = fixed_draft_tokens(call)
-        most = self.drafter.max_candidates
+        num_draft_tokens, max_candidates = call.fixed_draft_tokens, self.drafter.max_candidates
         if num_draft_tokens is not None:
             return DraftLengthSchedule(num_draft_tokens, round_timer, **options)
         if round_timer is None:
-            return DraftLengthSchedule(most or FIXED_DRAFT_TOKENS, **options)
-        return AutoDraftLength(round_timer, call.verification, self.batch, call.strategy.compile, most, **options)
+            return DraftLengthSchedule(max_candidates or FIXED_DRAFT_TOKENS, **options)
+        compiled = call.strategy.compile
+        return AutoDraftLength(round_timer, call.verification, self.batch, compiled, max_candidates, **options)
 
     def _timer_of_auto(self) -> RoundTimer | None:
         """What "auto" goes by, with the times of this batch size; None where it decides nothing, or knows no times.
@@ -200,6 +198,7 @@ class Run:
         if draft_step is None:
             return None
         self._measure_costs(draft_step)
+        self.round_timer.start()
         if call.tensor_parallel:
             return RoundTimer(self.costs, self.round_timer.online)  # for the schedule alone, whose ranks agree
         return self.round_timer
@@ -209,16 +208,19 @@ class Run:
         call, costs, rows = self.call, self.costs, len(self.batch.rows)
         target_step, device = partial(self.target.dummy_run, self.batch), self.batch.ids.device
         if call.synced_gpus:
-            if any_rank(rows not in costs.table, device):  # then all ranks measure together
+            if any_rank(rows not in costs.forward_times, device):  # then all ranks measure together
                 costs.measure(rows, target_step, draft_step)
             return
-        assumed = costs.table[rows] if rows in costs.assumed else None
+        # what is compiled has no forwards of other lengths than its rounds
+        has_large_trees = self.tree_shapes is not None and not call.strategy.compile
+        query_lengths = TREE_QUERY_LENGTHS if has_large_trees else QUERY_LENGTHS
         only_timing_tells = call.tensor_parallel or call.strategy.compile
-        if assumed is None and not costs.knows(rows) and not only_timing_tells:
+        earlier = costs.forward_times.get(rows)
+        if earlier is None and not only_timing_tells:
             target_size, draft_size = size_of(self.target.model), self.drafter.size()
             if target_size is not None and draft_size is not None:
-                assumed = assumed_times(target_size, draft_size, rows, device)
-        costs.prepare(rows, target_step, draft_step, assumed)
+                earlier = assumed_times(target_size, draft_size, rows, device)
+        costs.prepare(rows, target_step, draft_step, earlier, query_lengths)
 
     def calibrate(self) -> None:
         """Time bare forwards of both models after the prompts, and put the times into the costs."""
@@ -241,58 +243,59 @@ class Run:
         draft = batch.write_draft(self.drafter.propose(batch, self.schedule(batch)))
         self.target(batch, draft)
 
-    def publish(self, done: Round) -> None:
+    def publish(self, round_: Round) -> None:
         """Tell the listeners of a round, once it is known which rows have ended in it.
 
         Raises:
             Exception: the error of a row in which no token can come next, as `generate` raises it.
         """
-        self._end_rows_without_next_token(done)
+        self._end_rows_without_next_token(round_)
         if self.call.queue is not None:
-            self._end_cancelled_rows(done)
+            self._end_cancelled_rows(round_)
         for listener in self.listeners:
-            listener.observe(done)
+            listener.observe(round_)
 
-    def _end_rows_without_next_token(self, done: Round) -> None:
+    def _end_rows_without_next_token(self, round_: Round) -> None:
         """End requests whose own processors leave no next token; raises the error of any other such row."""
-        for row, error in self.stopping.row_errors(done, self.processors.prefix_errors).items():
+        for row, error in self.stopping.row_errors(round_, self.processors.prefix_errors).items():
             request = self.batch.row_states[row].request
             if request is None or not request.has_own_processors:
                 raise error
-            self._end_row(done, row)
+            self._end_row(round_, row)
 
-    def _end_cancelled_rows(self, done: Round) -> None:
-        for row in done.rows:
-            if row not in done.ended and self.batch.row_states[row].request.is_cancelled():
-                self._end_row(done, row)
+    def _end_cancelled_rows(self, round_: Round) -> None:
+        for row in round_.rows:
+            if row not in round_.ended and self.batch.row_states[row].request.is_cancelled():
+                self._end_row(round_, row)
 
-    def _end_row(self, done: Round, row: int) -> None:
+    def _end_row(self, round_: Round, row: int) -> None:
         """Have a row end in this round, with the tokens that it has."""
         row_state = self.batch.row_states[row]
         if row_state.stopped_at is None:
             row_state.stopped_at = self.batch.counts[row]
-        done.ended = sorted({*done.ended, row})
+        round_.ended = sorted({*round_.ended, row})
 
-    def next_requests(self, done: Round) -> dict[int, PreparedRequest]:
+    def next_requests(self, round_: Round) -> dict[int, PreparedRequest]:
         """The next requests of a queue, by the row whose place each takes: one that has ended, or a free one."""
         if self.call.queue is None or not self.call.layout.refills:
             return {}
-        return self.call.queue.next_requests(self.batch, done.ended)
+        return self.call.queue.next_requests(self.batch, round_.ended)
 
-    def end_round(self, done: Round, requests: Mapping[int, PreparedRequest]) -> None:
+    def end_round(self, round_: Round, requests: Mapping[int, PreparedRequest]) -> None:
         """Drop rows that have ended and get no request; then tell schedule, drafter and target what was kept.
 
         The last rows of a call to end stay in the batch.
         """
-        dropped = [row for row in done.ended if row not in requests]
-        self.finished = len(dropped) == len(done.rows)
+        dropped = [row for row in round_.ended if row not in requests]
+        self.finished = len(dropped) == len(round_.rows)
+        assert not (self.finished and requests)  # places of rows that have ended are filled before free ones
         keep_indices = None if self.finished else self.batch.drop_rows(dropped)
-        done = replace(done, keep_indices=keep_indices, finished=self.finished)
+        round_ = replace(round_, keep_indices=keep_indices, finished=self.finished)
         if self.target.is_half_idle:  # what a round takes is not what one of so many rows would
             self.round_timer.skip()
-        self.schedule.observe(done)
-        self.drafter.observe(done)
-        self.target.observe(done)
+        self.schedule.observe(round_)
+        self.drafter.observe(round_)
+        self.target.observe(round_)
         self.end_phase("verify")
 
     def admit(self, requests: Mapping[int, PreparedRequest]) -> None:
@@ -305,7 +308,7 @@ class Run:
             self.target.add_rows(batch, previous_indices)
             self.drafter.add_rows(batch, previous_indices)
         for row, request in requests.items():
-            batch.admit(row, request_row(self.call, request, is_refill=True), request.input_ids)
+            batch.admit(row, self.call.make_row_state(request, is_refill=True), request.input_ids)
         self.schedule.admit(batch, rows)
         self.target.admit(batch, rows)
         self.drafter.admit(batch, rows)
@@ -337,83 +340,8 @@ class Run:
         prompt, columns = self.call.prompt, self.stopping.num_output_columns(self.batch)
         sequences = self.batch.output(columns)
         past = self.target.past_key_values(self.batch, columns) if prompt.returns_cache else None
-        if getattr(prompt.past, "_is_user_defined", False):  # it was read alone before
+        if getattr(prompt.past, "_is_user_defined", False):  # so far it was only read
             past = write_user_cache(prompt.past, past)
         if self.outputs is None:
             return sequences
         return self.outputs.finish(sequences, columns, past, prompt.model.config.is_encoder_decoder, self.report)
-
-
-def most_nodes(call: Call) -> int:
-    """The most candidates of a row in a round of a call where they may branch; 0 where they may not."""
-    round_size = tokens_of_a_round(call.prompt.model)
-    most = call.max_nodes if isinstance(call.max_nodes, int) else MOST_NODES
-    return most if round_size is None else min(most, round_size - 1)
-
-
-def max_draft_tokens(call: Call) -> int:
-    """The most candidates that a row may have in a round of a call."""
-    return call.draft_settings.num_draft_tokens or call.drafter.max_candidates or MAX_DRAFT_TOKENS
-
-
-def fixed_draft_tokens(call: Call) -> int | None:
-    """The candidates of each round, if that was asked for, or the draft finds its own number up to that; else None.
-
-    0 in a queue without candidates. A head that drafts a block has a most too, of which "auto" takes what pays.
-    """
-    if call.draft_settings.num_draft_tokens is not None:
-        return call.draft_settings.num_draft_tokens
-    return None if call.drafter.drafts_blocks else call.drafter.max_candidates
-
-
-def would_not_draft(call: Call, costs: Costs) -> bool:
-    """Whether "auto" will probably draft nothing in all of a call, so that transformers' own sampler may decode it.
-
-    Not if anything in it needs rounds, or gets candidates without a forward.
-    """
-    strategy, drafter = call.strategy, call.drafter
-    needs_rounds = call.seeds is not None or call.synced_gpus or call.tensor_parallel
-    needs_rounds = needs_rounds or strategy.compile or bool(strategy.listeners)
-    drafts_without_forwards = bool(drafter.parts) or not drafter.has_probs
-    if fixed_draft_tokens(call) is not None or needs_rounds or drafts_without_forwards:
-        return False
-    if any(isinstance(each, RoundProcessor) and each.vocab_size for each in call.processors):  # of forced tokens
-        return False
-    most = drafter.max_candidates
-    return AutoDraftLength(RoundTimer(costs), call.verification, make_batch(call), most=most).is_idle()
-
-
-def make_batch(call: Call) -> Batch:
-    """The text of a call before its first token, with a `RowState` for each prompt."""
-    prompt = call.prompt
-    width = prompt.input_ids.shape[1]
-    name = "decoder_attention_mask" if prompt.model.config.is_encoder_decoder else "attention_mask"
-    mask = prompt.kwargs.get(name)
-    mask = None if mask is None or width == 0 else mask[:, -width:]
-    pad = prompt.generation_config._pad_token_tensor
-    if call.queue is None:
-        seeds: Sequence[int | None] = call.seeds or [None] * len(prompt.input_ids)
-        independent_lengths = call.seeds is not None and call.verification in DRAWN_BY_LENGTH
-        row_states = []
-        for seed in seeds:
-            limit = prompt.max_new_tokens_now
-            row_states.append(RowState(limit=limit, seed=seed, independent_lengths=independent_lengths))
-    else:
-        row_states = [request_row(call, request) for request in call.queue.batch_requests]
-    pad_token_id = 0 if pad is None else int(pad)
-    max_nodes = most_nodes(call)
-    return Batch(prompt.input_ids, mask, pad_token_id, call.layout.lockstep, row_states, max_nodes=max_nodes)
-
-
-def request_row(call: Call, request: PreparedRequest, is_refill: bool = False) -> RowState:
-    """The row of a request, as it begins."""
-    return RowState(
-        limit=request.limit,
-        greedy=request.greedy,
-        seed=request.seed,
-        independent_lengths=request.has_own_seed and call.verification in DRAWN_BY_LENGTH,
-        is_refill=is_refill,
-        processors=RowProcessors(request.processors, request.stopping.eos_token_ids),
-        stopping=request.stopping,
-        request=request,
-    )

@@ -1,7 +1,6 @@
 """The strategy that users give to `generate`: its options, and what it remembers from call to call."""
 
 import copy
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,24 +29,18 @@ from hf_specx.models.choose import LAYOUTS
 from hf_specx.models.prompts import PreparedInputs, prepare
 
 from .call import Call, make_call, warn_once
+from .check_arguments import check_draft, check_entry, check_generate_many, repository_of
 from .check_options import check_options
 from .decode import decode
-from .entry import (
-    CheckingSignature,
-    check_draft,
-    check_entry,
-    check_generate_many,
-    prepared_inputs,
-    repository_of,
-    withheld_arguments,
-)
+from .entry import prepared_inputs
+from .generate_frame import CheckingSignature, withheld_arguments
 from .measured_target import with_measured_target
 from .plain import decode_plainly
 from .queue import RequestQueue, in_order
 from .reasons import DOES_NOT_PAY
 from .report import SpeculationReport
 from .requests import Request
-from .run import Run, would_not_draft
+from .run import Run
 
 
 class SpeculativeDecoding(NoModel):
@@ -66,9 +59,10 @@ class SpeculativeDecoding(NoModel):
             "exit:4", "head:NAME"); or a list of these with at most one that runs forwards: each row and round takes
             what promises more.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 20 with the most
-            expected tokens per second, by the acceptance seen so far and by what forwards cost, as told by sizes and
-            later measured. It is 5 for a `CandidateGenerator`, and for a `Drafter` without `cost` or `max_candidates`.
-            An int wins over `num_assistant_tokens` of the call or of the draft; "auto" gives way to it. 0 is plain.
+            expected tokens per second, by the acceptance seen so far and by what forwards cost, estimated by the sizes
+            of models and later measured. It is 5 for a `CandidateGenerator`, and for a `Drafter` without `cost` or
+            `max_candidates`. An int wins over `num_assistant_tokens` of the call or of the draft; "auto" gives way to
+            it. 0 is plain.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
             same `torch.manual_seed`, or for a row with a seed under that. None is "block", but "coupled" if candidates
             are not drawn from a distribution, as those of a `CandidateGenerator` or `SuffixDraft`, or rows with seeds
@@ -87,7 +81,7 @@ class SpeculativeDecoding(NoModel):
         tokenizer_match: "auto" refuses a draft with another tokenizer if less than half of the tokens of a sample text
             are in both, "tokens" if none is.
         costs: of an earlier strategy (`strategy.costs`), so that this one drafts the same numbers. From then on both
-            learn from the calls of either; `costs.apart()` is a copy.
+            learn from the calls of either; `costs.copy()` is a copy.
 
     Attributes:
         report: the `SpeculationReport` of the last call, None before the first.
@@ -147,7 +141,7 @@ class SpeculativeDecoding(NoModel):
 
         An output with `return_dict_in_generate=True` has the report as its attribute `speculation_report`.
         """
-        return self.decode(prepared_inputs(model, *args, **kwargs), **withheld_arguments(sys._getframe()))
+        return self.decode(prepared_inputs(model, *args, **kwargs), **withheld_arguments())
 
     @torch.no_grad()
     def decode(
@@ -203,8 +197,8 @@ class SpeculativeDecoding(NoModel):
 
         Returns:
             An iterator of `Completion`, or of `Piece`. A request that cannot be served, or whose own processors
-            exclude every token, is refused in its own. A call that cannot be done exactly raises a ValueError before
-            any forward, an error of `requests` after what came before it.
+            exclude every token, gets a completion with an error, and the others go on. A call that cannot be done
+            exactly raises a ValueError before any forward, an error of `requests` after what came before it.
 
         Example:
             >>> for done in strategy.generate_many(model, tokenizer(prompts).input_ids, max_new_tokens=128):
@@ -230,7 +224,7 @@ class SpeculativeDecoding(NoModel):
         earlier: SpeculationReport | None = None
         while queue.begin_batch(batch_size) or not queue.is_over:
             if not queue.batch_requests:
-                yield from queue.pop()
+                yield from queue.results.pop()
                 continue
             if queue.batch_requests[0].runs_alone:
                 self._decode_alone(queue, earlier)
@@ -241,23 +235,23 @@ class SpeculativeDecoding(NoModel):
                     continue
                 run = Run(call, self.costs, target)
                 for _ in self._run_rounds(run, earlier):
-                    yield from queue.pop()
+                    yield from queue.results.pop()
                     run.end_phase("handing on")
             earlier = self.report
-            yield from queue.pop()
-        yield from queue.pop()
+            yield from queue.results.pop()
+        yield from queue.results.pop()
         if queue.iterable_error is not None:
             raise queue.iterable_error
 
     def _decode_alone(self, queue: RequestQueue, earlier: SpeculationReport | None) -> None:
         """Decode a request that runs alone, as any call; refuse it if its own processors fail."""
-        inputs = queue.batch_inputs()
+        (request,), inputs = queue.batch_requests, queue.batch_inputs()
         try:
-            queue.complete_alone(self.run_call(self.prepare_call(inputs), earlier))
+            queue.results.complete_alone(request, self.run_call(self.prepare_call(inputs), earlier))
         except (ValueError, RuntimeError) as error:
             if not queue.is_request_error(error):
                 raise
-            queue.refuse(queue.batch_requests[0].index, error)
+            queue.results.refuse(request.index, error)
             self.report = earlier
 
     @contextmanager
@@ -284,10 +278,13 @@ class SpeculativeDecoding(NoModel):
         repository = repository_of(model, *args[1:2], **kwargs)
         if not repository:
             return type(model).generate(model, *args, **{"custom_generate": self} | kwargs)
-        message = f"{repository} of the Hub decodes this call, as its generation config asks, without any speed-up: "
         if repository not in self._warned:
             self._warned.add(repository)
-            warnings.warn(f"{message}leave penalty_alpha, dola_layers and the like out.", UserWarning, stacklevel=2)
+            message = (
+                f"{repository} of the Hub decodes this call, as its generation config asks, without any speed-up: "
+                "leave penalty_alpha, dola_layers and the like out."
+            )
+            warnings.warn(message, UserWarning, stacklevel=2)
         return type(model).generate(model, *args, **kwargs)
 
     def load(self, target: PreTrainedModel) -> None:
@@ -327,7 +324,7 @@ class SpeculativeDecoding(NoModel):
 
     def run_call(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
         """The output of a call, decoded to its end; the report goes on from an earlier one."""
-        if not call.fallback_reason and would_not_draft(call, self.costs):
+        if not call.fallback_reason and call.would_not_draft(self.costs):
             call = replace(call, fallback_reason=DOES_NOT_PAY)
         call, target = with_measured_target(call)
         if not call.fallback_reason:

@@ -36,12 +36,15 @@ def base_of(files: Files) -> str:
         config = None
     require(isinstance(config, dict), f"{path} is not a JSON object; get it again, or save the adapter anew.")
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
-    message = (
+    require(
+        isinstance(name, str) and name != "",
         f"{path} has base_model_name_or_path={name!r}; write there the id or folder of the model that the adapter "
+        "was trained on.",
     )
-    require(isinstance(name, str) and name != "", f"{message}was trained on.")
-    message = f"{path} has megatron_config, by which peft would import code; take it out."
-    require(not config.get("megatron_config"), message)
+    require(
+        not config.get("megatron_config"),
+        f"{path} has megatron_config, by which peft would import code; take it out.",
+    )
     return f"{name}@{revision}" if revision else str(name)
 
 
@@ -53,10 +56,10 @@ def merged(base: PreTrainedModel, files: Files) -> PreTrainedModel:
         model: PreTrainedModel = peft.PeftModel.from_pretrained(base, str(files.root)).merge_and_unload()
     except Exception as error:  # of many types
         first_line = next(iter(str(error).splitlines()), "")
-        message = (
+        raise ValueError(
             f"the adapter in {files.shown} cannot be merged into {base.name_or_path} ({first_line}); merge it by "
-        )
-        raise ValueError(f"{message}peft, and save the model.") from error
+            "peft, and save the model."
+        ) from error
     model.name_or_path = model.config._name_or_path = files.name
     vars(model.config).pop("_commit_hash", None)  # of the base, whose weights these are no more
     return model.eval()

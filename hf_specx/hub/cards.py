@@ -13,12 +13,13 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_specx.common.drafts import PAIR_CONFIG_NAME
+from hf_specx.common.load_model import AUTO_CLASSES
 from hf_specx.drafting.heads.config import ARCHITECTURES as HEADS
-from hf_specx.drafting.heads.load_checked import AUTO_CLASSES
 
 from .folders import PAIR_CARD_MARKER, check_out, without_folders
 from .known_pairs import EMBEDDED, embedded_folder
-from .pair_config import CONFIG_NAME, ModelSource, PairConfig
+from .pair_config import ModelSource, PairConfig
 
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
@@ -61,7 +62,7 @@ def render(config: PairConfig, name: str, published: bool = False) -> str:
 
 def embedded_config() -> PairConfig:
     """The config of the pair in the package."""
-    return PairConfig.from_file(embedded_folder() / CONFIG_NAME)
+    return PairConfig.from_file(embedded_folder() / PAIR_CONFIG_NAME)
 
 
 def embedded_card() -> str:

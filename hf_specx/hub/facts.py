@@ -8,9 +8,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import constants
 
 from hf_specx.common.drafts import HUB_ID
+from hf_specx.common.load_model import COMMIT, auto_class
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.common.wrappers import vocabulary
-from hf_specx.drafting.heads.load_checked import COMMIT, auto_class
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 
 from .pair_config import DraftTokenizer, ModelSource, TokenizerFacts

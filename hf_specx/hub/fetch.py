@@ -11,7 +11,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import LocalEntryNotFoundError, snapshot_download
 
 from hf_specx.common.checkpoints import MEDUSA_WEIGHTS, Files, not_found, read_config
-from hf_specx.common.drafts import check_model_name, split_revision
+from hf_specx.common.drafts import DRAFT_FOLDER, PAIR_CONFIG_NAME, check_model_name, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.fingerprint import fingerprint_of
 from hf_specx.common.model_files import (
@@ -28,7 +28,7 @@ from hf_specx.common.model_files import (
 from hf_specx.drafting.heads.detect_head import is_head
 
 from .facts import tokenizer_facts
-from .pair_config import CONFIG_NAME, DraftTokenizer, ModelSource, PairConfig, TokenizerFacts
+from .pair_config import DraftTokenizer, ModelSource, PairConfig, TokenizerFacts
 
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
@@ -36,7 +36,11 @@ SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # all but
 
 
 def get_files(
-    name: str | Path, revision: str | None, patterns: Sequence[str] = SMALL_FILES, subfolder: str = "", **hub: Any
+    name: str | Path,
+    revision: str | None,
+    patterns: Sequence[str] = SMALL_FILES,
+    subfolder: str = "",
+    **hub_kwargs: Any,
 ) -> Files:
     """Download the files of these patterns in one folder of a repository; a local folder is taken as it is."""
     if Path(name).is_dir():
@@ -45,61 +49,70 @@ def get_files(
     allowed = [prefix + pattern for pattern in patterns]
     ignored = [f"{prefix}[!{CHAT_TEMPLATE_DIR[0]}]*/*"]  # folders in it, except that of chat templates
     try:
-        root = snapshot_download(str(name), revision=revision, allow_patterns=allowed, ignore_patterns=ignored, **hub)
+        root = snapshot_download(
+            str(name), revision=revision, allow_patterns=allowed, ignore_patterns=ignored, **hub_kwargs
+        )
     except LocalEntryNotFoundError as error:
         raise LocalEntryNotFoundError(not_found(name, error)) from error
     return Files(str(name), Path(root).name, Path(root), subfolder)
 
 
-def find_files(name: str, **hub: Any) -> Files:
+def find_files(name: str, **hub_kwargs: Any) -> Files:
     """Download all files of a model but its weights; `name` is a folder, or an id on the Hub, also as ID@REVISION."""
     name, revision = split_revision(name)
     check_model_name(name, revision)
-    return get_files(name, revision, **hub)
+    return get_files(name, revision, **hub_kwargs)
 
 
-def find_draft_files(name: str, **hub: Any) -> Files:
+def find_draft_files(name: str, **hub_kwargs: Any) -> Files:
     """Download all files of a draft but its weights; a ValueError if `name` is a pair, at whose root is its target."""
-    files = find_files(name, **hub)
-    message = f"{name} is a pair, and no draft; name the draft in it, as {name}/draft, or give the pair alone."
-    require(not (files.root / CONFIG_NAME).is_file(), message)
+    files = find_files(name, **hub_kwargs)
+    require(
+        not (files.root / PAIR_CONFIG_NAME).is_file(),
+        f"{name} is a pair, and no draft; name the draft in it, as {name}/{DRAFT_FOLDER}, or give the pair alone.",
+    )
     return files
 
 
-def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files, PairConfig]:
+def get_pair(name: str | Path, revision: str | None, **hub_kwargs: Any) -> tuple[Files, PairConfig]:
     """Download a pair's small files and read its config; a ValueError if it is wrong or unsafe, or there is none."""
     check_model_name(str(name), revision)
-    files = get_files(name, revision, **hub)
-    path = files.root / CONFIG_NAME
+    files = get_files(name, revision, **hub_kwargs)
+    path = files.root / PAIR_CONFIG_NAME
     check_links(files.root, path)
-    message = f"{name} has no {CONFIG_NAME}, so it is no draft-target pair; name a pair, or put two models together "
-    require(path.is_file(), f"{message}with DraftTargetPair(target, draft, tokenizer).")
+    require(
+        path.is_file(),
+        f"{name} has no {PAIR_CONFIG_NAME}, so it is no draft-target pair; name a pair, or put two models together "
+        "with DraftTargetPair(target, draft, tokenizer).",
+    )
     return files, PairConfig.from_file(path)
 
 
-def get_settings(pair: Files, source: ModelSource, trust_remote_code: bool, **hub: Any) -> Files:
+def get_settings(pair: Files, source: ModelSource, trust_remote_code: bool, **hub_kwargs: Any) -> Files:
     """Get and check all files of a model of a pair but its weights, as `get_model` does."""
     name, revision = pair.name, pair.revision
     if source.name is not None:
         check_reference(source.name)
         name, revision = source.name, source.revision
     patterns = (*SMALL_FILES, "*.py") if trust_remote_code and source.is_pinned else SMALL_FILES
-    files = get_files(name, revision, patterns, source.subfolder, **hub)
+    files = get_files(name, revision, patterns, source.subfolder, **hub_kwargs)
     check_links(files.root, files.folder)
     check_model(files.folder, trust_remote_code, source.is_pinned)
     check_generation(files.folder)
     return files
 
 
-def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_safetensors: bool, **hub: Any) -> Files:
+def get_model(
+    pair: Files, source: ModelSource, trust_remote_code: bool, use_safetensors: bool, **hub_kwargs: Any
+) -> Files:
     """Get and check all files of a model of a pair, whose own files are `pair`.
 
     With `trust_remote_code` the model may bring code, one in another repository at a full commit only. Without
     `use_safetensors` weights of any format are got, unchecked.
     """
-    files = get_settings(pair, source, trust_remote_code, **hub)
+    files = get_settings(pair, source, trust_remote_code, **hub_kwargs)
     weights = [SAFE_WEIGHTS_NAME, MEDUSA_WEIGHTS, *shards(files.folder)] if use_safetensors else ["*"]
-    get_files(files.name, files.revision, weights, source.subfolder, **hub)
+    get_files(files.name, files.revision, weights, source.subfolder, **hub_kwargs)
     if use_safetensors:
         check_weights(files.folder)
         if not is_head(files.folder, read_config(files.folder)):
@@ -133,10 +146,16 @@ def _check_facts(name: str, here: TokenizerFacts, recorded: TokenizerFacts | Dra
     recorded_values = {"tokens": recorded.tokens, **recorded.special_tokens}
     for key in sorted(values.keys() | recorded_values.keys()):
         value, recorded_value = values.get(key), recorded_values.get(key)
-        message = f"the tokenizer of {name} has {key}={value!r}, and its pair was checked with {recorded_value!r}"
-        require(value == recorded_value, f"{message}; {GET_AGAIN}.")
-    message = f"the tokens of the tokenizer of {name} have other ids than those that its pair was checked with"
-    require(recorded.vocabulary in (None, here.vocabulary), f"{message}; {GET_AGAIN}.")
+        require(
+            value == recorded_value,
+            f"the tokenizer of {name} has {key}={value!r}, and its pair was checked with {recorded_value!r}; "
+            f"{GET_AGAIN}.",
+        )
+    require(
+        recorded.vocabulary in (None, here.vocabulary),
+        f"the tokens of the tokenizer of {name} have other ids than those that its pair was checked with; "
+        f"{GET_AGAIN}.",
+    )
 
 
 def fingerprint(folder: Path) -> str:

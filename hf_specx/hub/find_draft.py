@@ -1,6 +1,5 @@
 """Find the draft for a target where the caller names none: in the pair of this code, or in that of the target."""
 
-import sys
 import threading
 import warnings
 from pathlib import Path
@@ -10,17 +9,18 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from hf_specx.common.devices import execution_device, hardware, last_device
+from hf_specx.common.drafts import PAIR_CONFIG_NAME
 from hf_specx.common.errors import require
+from hf_specx.common.load_model import COMMIT
 from hf_specx.common.model_files import check_reference
 from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.costs import Costs
-from hf_specx.drafting.heads.load_checked import COMMIT
-from hf_specx.engine.entry import frame_of_generate
+from hf_specx.engine.generate_frame import custom_generate_argument
 
 from .facts import IDENTIFYING, commit_of, differing
 from .fetch import HUB_OPTIONS, get_pair, get_tokenizer
 from .load_model import find_model
-from .pair_config import CONFIG_NAME, PairConfig, WeightlessDraft
+from .pair_config import PairConfig, WeightlessDraft
 from .pair_source import PAIR, REVISION
 
 
@@ -29,7 +29,7 @@ MEASURED_SIZE = ("parameters", "max_positions")
 # the draft of a pair, options of `SpeculativeDecoding` that the pair recommends, its costs on this hardware
 DraftOfPair = tuple[PreTrainedModel | WeightlessDraft, dict[str, Any], Costs]
 # by target, then by name and revision of the pair; freed with the target
-LOADED: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], DraftOfPair]] = WeakKeyDictionary()
+DRAFTS_OF_PAIRS: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], DraftOfPair]] = WeakKeyDictionary()
 LOADING = threading.Lock()
 
 
@@ -42,12 +42,12 @@ def find_draft(target: PreTrainedModel, arguments: dict[str, Any]) -> DraftOfPai
     It is loaded once for each target, on the device of the target's last layers and in its precision. Of the
     `arguments` of the call only `HUB_OPTIONS` and `revision` are used.
     """
-    hub = {name: arguments[name] for name in HUB_OPTIONS if arguments.get(name) is not None}
+    hub_kwargs = {name: arguments[name] for name in HUB_OPTIONS if arguments.get(name) is not None}
     name, revision = _pair_of(target, arguments)
     with LOADING:
-        drafts = LOADED.setdefault(target, {})
+        drafts = DRAFTS_OF_PAIRS.setdefault(target, {})
         if (name, revision) not in drafts:
-            drafts[name, revision] = draft_of_pair(target, name, revision, hub)
+            drafts[name, revision] = draft_of_pair(target, name, revision, hub_kwargs)
         return drafts[name, revision]
 
 
@@ -65,17 +65,16 @@ def _pair_of(target: PreTrainedModel, arguments: dict[str, Any]) -> tuple[str, s
 
 def _called_by() -> str | None:
     """The folder of a pair whose code `generate` was told to run; transformers copies the code elsewhere before."""
-    frame = frame_of_generate(sys._getframe())
-    folder = None if frame is None else frame.f_locals.get("custom_generate")
-    return folder if isinstance(folder, str) and (Path(folder) / CONFIG_NAME).is_file() else None
+    folder = custom_generate_argument()
+    return folder if isinstance(folder, str) and (Path(folder) / PAIR_CONFIG_NAME).is_file() else None
 
 
-def draft_of_pair(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> DraftOfPair:
+def draft_of_pair(target: PreTrainedModel, name: str, revision: str | None, hub_kwargs: dict[str, Any]) -> DraftOfPair:
     """The draft of a pair, loaded for a target; a ValueError if there is no such pair."""
-    commit = None if Path(name).is_dir() else revision or commit_of(target, hub.get("cache_dir"))
+    commit = None if Path(name).is_dir() else revision or commit_of(target, hub_kwargs.get("cache_dir"))
     try:
         require(bool(name), "it was made here")
-        pair, config = get_pair(name, commit, **hub)
+        pair, config = get_pair(name, commit, **hub_kwargs)
     except (OSError, ValueError) as error:
         message = "there is no draft: pass draft_model= or assistant_model=, or load the target from a pair, which "
         message += f"brings its draft (this one is of no pair: {str(error).partition(';')[0]})."
@@ -83,7 +82,7 @@ def draft_of_pair(target: PreTrainedModel, name: str, revision: str | None, hub:
             message += f" The pair {PAIR!r}, which this code was published with, is not there."
         raise ValueError(message) from error
     warn_of_another_target(config, target)
-    model = find_model(pair, config, "draft", hub, False, True)
+    model = find_model(pair, config, "draft", hub_kwargs, False, True)
     draft = model.load(target, dtype=target.dtype)
     options, costs = recommended(config, target)
     if model.files is None:
@@ -111,6 +110,9 @@ def warn_of_another_target(config: PairConfig, target: PreTrainedModel) -> None:
     if config.target.revision is not None and commit is not None and commit != config.target.revision:
         changed.append("revision")
     if changed:
-        message = f"the target {target.name_or_path!r} differs in {', '.join(changed)} from the one that the pair was "
-        message += "measured with, so that its draft and its recommendations may suit it less; see specx tune."
-        warnings.warn(message, UserWarning, stacklevel=2)
+        warnings.warn(
+            f"the target {target.name_or_path!r} differs in {', '.join(changed)} from the one that the pair was "
+            "measured with, so that its draft and its recommendations may suit it less; see specx tune.",
+            UserWarning,
+            stacklevel=2,
+        )

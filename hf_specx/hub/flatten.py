@@ -16,9 +16,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+from hf_specx.common.drafts import PAIR_CONFIG_NAME
 from hf_specx.drafting.heads.config import ARCHITECTURES as HEAD_ARCHITECTURES
 
-from .pair_config import CONFIG_NAME, PairConfig
+from .pair_config import PairConfig
 
 
 PACKAGE = Path(__file__).parents[1]
@@ -28,7 +29,7 @@ NOT_MERGED = (ENTRY_MODULE, PAIR_SOURCE)  # which stay files
 STAND_IN = "not_published"  # the file, and the function in it, that makes a stand-in
 ANY_DRAFT, HEAD_DRAFT, NO_HEAD_DRAFT = "any", "head", "no head"  # which drafts the published code is for
 HEADS_ROOM = "drafting/heads"
-MODEL_LOADERS = ("draft_names", "load_checked", "detect_head")  # files of that room which load models too
+MODEL_LOADERS = ("draft_names", "detect_head")  # files of that room by which models are loaded too
 DRAFTS_IN_TARGETS = ("mtp", "gemma4")  # files of drafts that are part of a target, or read its keys
 GEMMA4 = "gemma4"  # its small drafts have the type of its text models
 
@@ -68,9 +69,9 @@ ONLY_INSTALLED = (  # what users import from the package, or a queue needs
 
 def kind_of_draft(folder: Path) -> str:
     """Which drafts the code of the pair in a folder is for; `ANY_DRAFT` if that is not known."""
-    if not (folder / CONFIG_NAME).is_file():
+    if not (folder / PAIR_CONFIG_NAME).is_file():
         return ANY_DRAFT
-    config = PairConfig.from_file(folder / CONFIG_NAME)
+    config = PairConfig.from_file(folder / PAIR_CONFIG_NAME)
     model_type = config.draft.model_type
     if config.weightless_draft() is not None:
         return NO_HEAD_DRAFT

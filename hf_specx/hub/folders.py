@@ -7,7 +7,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from hf_specx.common.drafts import HUB_ID
+from hf_specx.common.drafts import HUB_ID, PAIR_CONFIG_NAME
 from hf_specx.common.errors import require
 
 from .secrets import without_secrets
@@ -16,7 +16,6 @@ from .secrets import without_secrets
 PAIR_CARD_MARKER = "- draft-model"  # among the tags of each card of a pair
 MARKER_BYTES = 2**20  # bytes at the beginning of a file in which a marker is looked for
 INSIDE, REFERENCE = "inside", "reference"
-PAIR_CONFIG_NAME = "specx_config.json"  # `pair_config.CONFIG_NAME`, whose import would take seconds
 
 
 def check_folder(folder: Path, overwrite: bool, how: str = "overwrite=True") -> None:
@@ -25,12 +24,15 @@ def check_folder(folder: Path, overwrite: bool, how: str = "overwrite=True") -> 
     `how` is what the caller's user passes for `overwrite`.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        message = f"{folder} is there already; name another folder, or pass {how} to replace all that is in it."
-        require(overwrite, message)
-        message = (
-            f"{folder} is no pair, as it has no {PAIR_CONFIG_NAME}, so nothing in it is replaced; name another folder."
+        require(
+            overwrite,
+            f"{folder} is there already; name another folder, or pass {how} to replace all that is in it.",
         )
-        require((folder / PAIR_CONFIG_NAME).is_file(), message)
+        require(
+            (folder / PAIR_CONFIG_NAME).is_file(),
+            f"{folder} is no pair, as it has no {PAIR_CONFIG_NAME}, so nothing in it is replaced; name another "
+            "folder.",
+        )
     check_writable(folder.absolute().parent, folder)
 
 
@@ -52,8 +54,10 @@ def check_out(path: Path | None, marker: str = "") -> None:
     if marker and path.is_file():
         with path.open("rb") as file:
             beginning = file.read(MARKER_BYTES)
-        message = f"{path} is there already, and is nothing that would be written there; name another file."
-        require(not beginning or marker.encode() in beginning, message)
+        require(
+            not beginning or marker.encode() in beginning,
+            f"{path} is there already, is another kind of file, and is not overwritten; name another file.",
+        )
     check_writable(folder, path)
 
 

@@ -16,9 +16,12 @@ def embedded_folder() -> Path:
 
 def check_without_owner(name: str) -> None:
     """Raise ValueError unless a name without an owner is that of the pair in the package."""
-    message = f"{name!r} is no folder here and no id on the Hub, which has an owner (owner/{name})"
     suggestion = similar(name, (EMBEDDED,))
-    require(name == EMBEDDED, f"{message}; {suggestion}the only name without an owner is {EMBEDDED}.")
+    require(
+        name == EMBEDDED,
+        f"{name!r} is no folder here and no id on the Hub, which has an owner (owner/{name}); {suggestion}the only "
+        f"name without an owner is {EMBEDDED}.",
+    )
 
 
 def is_embedded(name: str) -> bool:

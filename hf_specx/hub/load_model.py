@@ -12,9 +12,11 @@ from hf_specx.common.checkpoints import Files
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.common.fingerprint import FORM
+from hf_specx.common.load_model import load_config, load_model, with_origin
 from hf_specx.common.model_files import GET_AGAIN, check_links, shapes_in, shards
 from hf_specx.drafting.early_exit import EarlyExitDraft
-from hf_specx.drafting.heads.load_checked import holds_head, load_config, load_model
+from hf_specx.drafting.heads.detect_head import holds_head
+from hf_specx.drafting.heads.head import DraftHead
 
 from .facts import IDENTIFYING, differing
 from .fetch import fingerprint, get_files, get_model
@@ -43,14 +45,23 @@ class FoundModel(NamedTuple):
         """The model, or the draft of a `target`; `kwargs` are for `from_pretrained`."""
         if self.files is None:
             return self.model if target is None else with_head(self.model, self.head, target)
-        model = load_model(self.files, self.trusted, target, **kwargs)
+        model = load_model_or_head(self.files, self.trusted, target, **kwargs)
         for name, (now, then) in differing(self.source, model, IDENTIFYING).items():
-            message = f"{self.files.shown} has {name}={now!r}, and the pair was made with {then!r}; {GET_AGAIN}."
-            require(now is None, message)  # whose config does not say
+            require(
+                now is None,  # its config does not say
+                f"{self.files.shown} has {name}={now!r}, and the pair was made with {then!r}; {GET_AGAIN}.",
+            )
         return model
 
 
-def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], *trust: bool) -> FoundModel:
+def load_model_or_head(files: Files, trusted: bool, target: PreTrainedModel | None = None, **kwargs: Any) -> Any:
+    """A model as of `load_model`; for a `target` it may be a draft head, in the precision of its files."""
+    if target is not None and holds_head(files):
+        return with_origin(files, DraftHead.from_pretrained(files.folder, target=target))
+    return load_model(files, trusted, **kwargs)
+
+
+def find_model(pair: Files, config: PairConfig, role: str, hub_kwargs: dict[str, Any], *trust: bool) -> FoundModel:
     """Get and check the files of a pair's own target or draft.
 
     If it is not the model that was measured, a warning says so, and measurements are dropped from the config.
@@ -60,17 +71,21 @@ def find_model(pair: Files, config: PairConfig, role: str, hub: dict[str, Any], 
     source: ModelSource = getattr(config, role)
     draft = config.weightless_draft() if role == "draft" else None
     if draft is None:
-        files = get_model(pair, source, *trust, **hub)
+        files = get_model(pair, source, *trust, **hub_kwargs)
         folder = files.folder
         comparable = (source.fingerprint or "").startswith(FORM) and (folder / shards(folder)[0]).exists()  # no pickle
         if comparable and fingerprint(folder) != source.fingerprint:
-            message = f"the model in {folder} is not the one that the pair was measured with; measure it anew with "
-            warnings.warn(f"{message}specx tune.", UserWarning, stacklevel=2)
+            warnings.warn(
+                f"the model in {folder} is not the one that the pair was measured with; measure it anew with specx "
+                "tune.",
+                UserWarning,
+                stacklevel=2,
+            )
             config.forget()
         return FoundModel(files, source, trust[0] and source.is_pinned)
     if config.early_exit is None or not config.early_exit.head:
         return FoundModel(None, model=draft)
-    path = get_files(pair.name, pair.revision, [HEAD_NAME], **hub).root / HEAD_NAME
+    path = get_files(pair.name, pair.revision, [HEAD_NAME], **hub_kwargs).root / HEAD_NAME
     check_links(pair.root, path)
     shapes_in(path)
     return FoundModel(None, model=draft, head=path)
@@ -85,10 +100,11 @@ def with_head(draft: WeightlessDraft, path: Path | None, target: PreTrainedModel
     width = target.config.get_text_config(decoder=True).hidden_size
     shapes = {name: (list(tensor.shape), tensor.is_floating_point()) for name, tensor in weights.items()}
     allowed = {"weight": ([width, width], True), "bias": ([width], True)}
-    message = (
-        f"{path} has {shapes}, and the head of this target is a weight [{width}, {width}], with or without a bias"
+    require(
+        "weight" in shapes and shapes.items() <= allowed.items(),
+        f"{path} has {shapes}, and the head of this target is a weight [{width}, {width}], with or without a bias; "
+        f"{GET_AGAIN}.",
     )
-    require("weight" in shapes and shapes.items() <= allowed.items(), f"{message}; {GET_AGAIN}.")
     head = torch.nn.Linear(width, width, bias="bias" in weights, device=last_device(target), dtype=target.dtype).eval()
     head.load_state_dict(weights)
     return EarlyExitDraft(draft.exit_layer, head.requires_grad_(False))

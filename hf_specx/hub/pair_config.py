@@ -13,13 +13,12 @@ from hf_specx.common.model_files import FULL_COMMIT
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.engine.check_options import MOST_NODES, VERIFICATIONS
+from hf_specx.engine.check_options import MAX_NODES, VERIFICATIONS
 from hf_specx.models.choose import LAYOUTS
 
 from .schema import MAX_CONFIG_BYTES, SAVE_ANEW, of_items, read, read_text, validator
 
 
-CONFIG_NAME = "specx_config.json"
 SCHEMA = 1
 WeightlessDraft = SuffixDraft | EarlyExitDraft
 MAX_RECOMMENDED = 64  # candidates a round that a config may recommend
@@ -36,11 +35,11 @@ NO_ID = (
 )
 MEASURE_ANEW = "measure it anew with specx tune"
 SLOWER = "its draft was slower than plain generate at every batch size, so it is not used"
-NO_TREE = f"neither 'auto' nor false nor an int from 1 to {MOST_NODES}; give one of these"
+NO_TREE = f"neither 'auto' nor false nor an int from 1 to {MAX_NODES}; give one of these"
 NO_NUMBER = f"neither 'auto' nor an int from 0 to {MAX_RECOMMENDED}; give one of these"
 
 check_number_text = validator(NUMBER.fullmatch, f"no number of rows or tokens; {MEASURE_ANEW}")
-check_measured = validator(lambda x: 0 < x <= sys.float_info.max, f"which nothing measures; {MEASURE_ANEW}")
+check_measured = validator(lambda x: 0 < x <= sys.float_info.max, f"no positive finite number; {MEASURE_ANEW}")
 check_probability = validator(lambda p: 0 <= p <= 1, f"no probability; {MEASURE_ANEW}")
 check_candidates = validator(ROUNDS.__contains__, f"no number of candidates; {MEASURE_ANEW}")
 check_times = validator(
@@ -68,7 +67,7 @@ Verification = Annotated[
     str | None, validator(VERIFICATIONS.__contains__, f"none of {', '.join(VERIFICATIONS)}; give one")
 ]
 TreeNodes = Annotated[
-    str | bool | int, validator(lambda n: n is False or n == "auto" or (is_int(n) and 1 <= n <= MOST_NODES), NO_TREE)
+    str | bool | int, validator(lambda n: n is False or n == "auto" or (is_int(n) and 1 <= n <= MAX_NODES), NO_TREE)
 ]
 LayoutName = Annotated[str, validator(LAYOUTS.__contains__, f"none of {', '.join(LAYOUTS)}; give one")]
 
@@ -314,15 +313,21 @@ def _check_drafts(config: PairConfig, where: str) -> None:
         target_source = (target.name, target.revision, target.subfolder)
         draft_source = (draft.name, draft.revision, draft.subfolder)
         repository = target.name or "the folder of the pair"
-        message = f"{where}: target and draft are both in {repository} under {target.subfolder!r}; a draft needs a "
-        require(target_source != draft_source, f"{message}folder of its own.")
+        require(
+            target_source != draft_source,
+            f"{where}: target and draft are both in {repository} under {target.subfolder!r}; a draft needs a folder "
+            "of its own.",
+        )
         return
     has_both = suffix is not None and config.early_exit is not None
     require(not has_both, f"{where} has both a suffix and an early_exit; take one of them out.")
-    message = f"{where} has a draft without weights, and says where a draft model is; take one of them out."
-    require(not any(vars(draft).values()), message)
+    require(
+        not any(vars(draft).values()),
+        f"{where} has a draft without weights, and says where a draft model is; take one of them out.",
+    )
     if suffix is not None:
-        message = (
-            f"{where}: max_match of suffix is {suffix.max_match}, less than min_match={suffix.min_match}; {SAVE_ANEW}."
+        require(
+            suffix.max_match >= suffix.min_match,
+            f"{where}: max_match of suffix is {suffix.max_match}, less than min_match={suffix.min_match}; "
+            f"{SAVE_ANEW}.",
         )
-        require(suffix.max_match >= suffix.min_match, message)

@@ -24,6 +24,7 @@ from transformers.utils import (
 )
 
 from hf_specx.common.checkpoints import Files
+from hf_specx.common.drafts import DRAFT_FOLDER, PAIR_CONFIG_NAME
 from hf_specx.common.errors import require
 from hf_specx.common.model_files import shards
 from hf_specx.common.wrappers import has_adapters, label_of
@@ -35,7 +36,7 @@ from .facts import draft_tokenizer_facts, model_facts, tokenizer_facts
 from .fetch import SMALL_FILES, fingerprint, get_pair, get_settings, get_tokenizer
 from .folders import INSIDE, PAIR_CARD_MARKER, REFERENCE, check_folder, check_repository, without_folders
 from .load_model import HEAD_NAME, FoundModel, find_model
-from .pair_config import CONFIG_NAME, SLOWER, ModelSource, PairConfig, WeightlessDraft
+from .pair_config import SLOWER, ModelSource, PairConfig, WeightlessDraft
 from .publish_code import (
     CARD,
     CODE_FOLDER,
@@ -51,12 +52,11 @@ from .references import why_not_there
 
 
 MESSAGE = "Draft-target pair"
-MODEL_FILES = ("config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside the weights
+FILES_BESIDE_WEIGHTS = ("config.json", "generation_config.json", SAFE_WEIGHTS_INDEX_NAME)
 PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
 WritePair = Callable[[Path], PairConfig]  # writes models, tokenizers and config into an empty folder
 SAVED = (*SMALL_FILES, "*.safetensors", "*.bin", "*.py")  # by `save`
 SOURCE_FIELDS = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
-DRAFT = "draft"  # the subfolder of one that is inside
 
 
 def save(
@@ -94,8 +94,11 @@ def loaded_pair(pair: Any, target: str = INSIDE, draft: str = INSIDE) -> WritePa
     sources = {"target": _source(pair, "target", target), "draft": _source(pair, "draft", draft)}
     _check_draft(pair.draft, draft)
     for model in pair.models:
-        message = f"{label_of(model)} has adapters of PEFT, which a pair does not save; make the pair of what its "
-        require(not has_adapters(model), f"{message}merge_and_unload() gives.")
+        require(
+            not has_adapters(model),
+            f"{label_of(model)} has adapters of PEFT, which a pair does not save; make the pair of what its "
+            "merge_and_unload() gives.",
+        )
     return partial(_write, pair, sources)
 
 
@@ -138,14 +141,18 @@ def _check_draft(draft: Any, where: str) -> None:
     require(is_kind, f"a pair is saved with {kinds}, and its draft is a {kind}; give one of these.")
     if isinstance(draft, WeightlessDraft):
         require(where != REFERENCE, f"draft={where!r} is for models, and {kind} has no files; leave it out.")
-    message = "a pool of texts is not saved with a pair; use SuffixDraft without it, and pool.save for the texts."
-    require(not isinstance(draft, SuffixDraft) or draft.pool is None, message)
+    require(
+        not isinstance(draft, SuffixDraft) or draft.pool is None,
+        "a pool of texts is not saved with a pair; use SuffixDraft without it, and pool.save for the texts.",
+    )
     head = _head_of(draft)
     if head is not None:
-        is_linear = type(head) is torch.nn.Linear and head.in_features == head.out_features
-        message = "a pair is saved with a square torch.nn.Linear as the head of its EarlyExitDraft, and this one is "
-        message += f"{head}; use such a head, or keep this one apart."
-        require(is_linear, message)  # tensors alone run no code when loaded
+        is_linear = type(head) is torch.nn.Linear and head.in_features == head.out_features  # loading it runs no code
+        require(
+            is_linear,
+            "a pair is saved with a square torch.nn.Linear as the head of its EarlyExitDraft, and this one is "
+            f"{head}; use such a head, or keep this one apart.",
+        )
 
 
 def _head_of(draft: Any) -> Any:
@@ -190,14 +197,18 @@ def _write(pair: Any, sources: dict[str, ModelSource | None], folder: Path) -> P
         save_file(tensors, folder / HEAD_NAME, metadata={"format": "pt"})
     config.draft_tokenizer = None
     if isinstance(pair.draft, PreTrainedModel):
-        config.draft = sources["draft"] or _write_model(pair.draft, folder, DRAFT)
+        config.draft = sources["draft"] or _write_model(pair.draft, folder, DRAFT_FOLDER)
         config.draft_tokenizer = draft_tokenizer_facts(pair)
         if config.draft_tokenizer is not None and sources["draft"] is None:
-            pair.draft_tokenizer.save_pretrained(folder / DRAFT)
+            pair.draft_tokenizer.save_pretrained(folder / DRAFT_FOLDER)
     config.target = sources["target"] or _write_model(pair.target, folder)
     if config.processor and pair.processor is None:
-        message = "the pair was saved with a processor, and is saved without it; set pair.processor to what "
-        warnings.warn(f"{message}AutoProcessor loads from it.", UserWarning, stacklevel=4)
+        warnings.warn(
+            "the pair was saved with a processor, and is saved without it; set pair.processor to what AutoProcessor "
+            "loads from it.",
+            UserWarning,
+            stacklevel=4,
+        )
     config.processor = pair.processor is not None
     if pair.processor is not None:
         pair.processor.save_pretrained(folder)
@@ -222,14 +233,14 @@ def _copy(
     files: Files, config: PairConfig, models: dict[str, FoundModel], trust_remote_code: bool, folder: Path
 ) -> PairConfig:
     """Write the files of models that are inside, the tokenizers and the config; returns the config."""
-    for role, subfolder in (("draft", DRAFT), ("target", "")):
+    for role, subfolder in (("draft", DRAFT_FOLDER), ("target", "")):
         model = models.get(role)
         if model is not None and model.head is not None:
             shutil.copyfile(model.head, folder / HEAD_NAME)
         if model is None or model.files is None:
             continue
         (folder / subfolder).mkdir(exist_ok=True)
-        for name in (*MODEL_FILES, *shards(model.files.folder)):
+        for name in (*FILES_BESIDE_WEIGHTS, *shards(model.files.folder)):
             if (model.files.folder / name).is_file():
                 shutil.copyfile(model.files.folder / name, folder / subfolder / name)
         setattr(config, role, replace(getattr(config, role), subfolder=subfolder))
@@ -249,8 +260,8 @@ def _write_config(config: PairConfig, folder: Path) -> PairConfig:
     """Write the config without folders of this machine; returns it."""
     config.measurements = [replace(m, command=without_folders(m.command)) for m in config.measurements]
     text = config.to_text()
-    PairConfig.from_text(text.encode(), CONFIG_NAME)  # what could not be read again is not saved
-    (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+    PairConfig.from_text(text.encode(), PAIR_CONFIG_NAME)  # what could not be read again is not saved
+    (folder / PAIR_CONFIG_NAME).write_text(text, encoding="utf-8")
     return config
 
 
@@ -323,8 +334,10 @@ def _upload(api: HfApi, folder: Path, branch: Branch, commit_message: str) -> st
     files, listed_branch = list_files(api, branch)
     stale = sorted(filter(_is_saved, files))
     replaced = stale + [file for file in files if file.startswith(f"{CODE_FOLDER}/")]
-    message = f"{repo_id} is no pair, and has {replaced[:3]}, which a pair would replace; name another repository."
-    require(CONFIG_NAME in files or not replaced, message)
+    require(
+        PAIR_CONFIG_NAME in files or not replaced,
+        f"{repo_id} is no pair, and has {replaced[:3]}, which a pair would replace; name another repository.",
+    )
     keep_card_of_others(api, folder, files, listed_branch, PAIR_CARD_MARKER)
     if revision is not None:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -338,4 +351,4 @@ def _upload(api: HfApi, folder: Path, branch: Branch, commit_message: str) -> st
 def _is_saved(name: str) -> bool:
     """Whether a file of a repository may belong to an earlier pair: at the root, in `draft/`, or a chat template."""
     folder, _, last = name.rpartition("/")
-    return folder in ("", DRAFT, CHAT_TEMPLATE_DIR) and any(fnmatch(last, pattern) for pattern in SAVED)
+    return folder in ("", DRAFT_FOLDER, CHAT_TEMPLATE_DIR) and any(fnmatch(last, pattern) for pattern in SAVED)

@@ -17,13 +17,13 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import RevisionNotFoundError
 
-from hf_specx.common.drafts import HUB_ID, check_model_name, split_revision
+from hf_specx.common.drafts import HUB_ID, PAIR_CONFIG_NAME, check_model_name, split_revision
 from hf_specx.common.errors import require
 from hf_specx.common.model_files import FULL_COMMIT
 
 from . import pair_source
 from .flatten import PAIR_SOURCE, code_version, kind_of_draft, published_code
-from .folders import PAIR_CONFIG_NAME, check_repository
+from .folders import check_repository
 
 
 CODE_FOLDER = "custom_generate"
@@ -67,9 +67,11 @@ def write_code_repository(folder: str | Path, name: str | None = None) -> None:
         ValueError: the folder has something in it.
     """
     folder = Path(folder)
-    message = f"{folder} is there already; name another folder, or renew the code in it by specx publish --code-only "
-    message += f"{shlex.quote(str(folder))}."
-    require(not folder.exists() or (folder.is_dir() and not any(folder.iterdir())), message)
+    require(
+        not folder.exists() or (folder.is_dir() and not any(folder.iterdir())),
+        f"{folder} is there already; name another folder, or renew the code in it by specx publish --code-only "
+        f"{shlex.quote(str(folder))}.",
+    )
     folder.mkdir(parents=True, exist_ok=True)
     write_code(folder)
     (folder / CARD).write_text(_code_card(name or folder.absolute().name), encoding="utf-8")
@@ -102,11 +104,15 @@ def publish_code(
         make_repository(api, repo_id, private)
         branch: Branch = {"repo_id": repo_id, "revision": revision}
         files, listed_branch = list_files(api, branch)
-        message = f"{repo_id} is a pair; renew its code by specx publish --code-only {repo_id}, or name another one."
-        require(PAIR_CONFIG_NAME not in files, message)
+        require(
+            PAIR_CONFIG_NAME not in files,
+            f"{repo_id} is a pair; renew its code by specx publish --code-only {repo_id}, or name another one.",
+        )
         code_files = [file for file in files if file.startswith(f"{CODE_FOLDER}/")]
-        message = f"{repo_id} has other code, {code_files[:3]}, which this would replace; name another repository."
-        require(PAIR_SOURCE_FILE in files or not code_files, message)
+        require(
+            PAIR_SOURCE_FILE in files or not code_files,
+            f"{repo_id} has other code, {code_files[:3]}, which this would replace; name another repository.",
+        )
         keep_card_of_others(api, folder, files, listed_branch, CODE_CARD_MARKER)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
@@ -133,18 +139,20 @@ def renew_code(name: str, token: str | bool | None = None) -> tuple[str | None, 
     """
     repo_id, revision = split_revision(name)
     check_model_name(repo_id, revision)
-    message = f"{name} has no code of hf_specx (no {PAIR_SOURCE_FILE}) that could be renewed; publish a pair by specx "
-    message += "publish PAIR owner/name, or code without models by specx publish --code owner/name."
+    no_code = (
+        f"{name} has no code of hf_specx (no {PAIR_SOURCE_FILE}) that could be renewed; publish a pair by specx "
+        "publish PAIR owner/name, or code without models by specx publish --code owner/name."
+    )
     folder = Path(repo_id)
     if folder.is_dir():
-        require((folder / PAIR_SOURCE_FILE).is_file(), message)
+        require((folder / PAIR_SOURCE_FILE).is_file(), no_code)
         return _renew_in_folder(folder), ""
     check_repository(repo_id)
     api = HfApi(token=token)
     branch: Branch = {"repo_id": repo_id, "revision": revision}
     with reaching_hub(repo_id, "renewed"):
         files = api.list_repo_files(**branch)
-        require(PAIR_SOURCE_FILE in files, message)
+        require(PAIR_SOURCE_FILE in files, no_code)
         return _renew_on_hub(api, branch, files, name)
 
 
@@ -223,10 +231,12 @@ def keep_card_of_others(api: HfApi, folder: Path, files: list[str], branch: Bran
         return
     card = Path(api.hf_hub_download(filename=CARD, **branch)).read_text(errors="replace")
     if marker not in card:
-        message = (
+        warnings.warn(
             f"the {CARD} of {branch['repo_id']} was not written by specx publish, so it stays as it is; delete it "
+            "there and publish again to have the model card.",
+            UserWarning,
+            stacklevel=5,
         )
-        warnings.warn(f"{message}there and publish again to have the model card.", UserWarning, stacklevel=5)
         (folder / CARD).unlink()
 
 
@@ -234,11 +244,11 @@ def make_repository(api: HfApi, repo_id: str, private: bool | None) -> None:
     """Make a repository if it is not there; a ValueError for one that is there and is not as private as was said."""
     api.create_repo(repo_id, private=private, exist_ok=True)
     is_private = bool(api.repo_info(repo_id).private)
-    message = (
-        f"{repo_id} is there already and is {'private' if is_private else 'public'}, which private={private} "
-        "does not change; leave it out, change that in its settings on the Hub, or name another repository."
+    require(
+        private in (None, is_private),
+        f"{repo_id} is there already and is {'private' if is_private else 'public'}, which private={private} does "
+        "not change; leave it out, change that in its settings on the Hub, or name another repository.",
     )
-    require(private in (None, is_private), message)
 
 
 @contextmanager

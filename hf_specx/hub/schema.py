@@ -21,7 +21,7 @@ from hf_specx.common.errors import brief, is_int, require
 
 SAVE_ANEW = "save the pair anew"
 MAX_CONFIG_BYTES = 2**22
-MAX_INTEGER = 2**63  # what is beyond is no number of anything
+MAX_INTEGER = 2**63  # larger ones are refused
 Validator = Callable[..., None]  # of a value, and perhaps of where it is in its field, such as "['2']"
 
 
@@ -49,18 +49,24 @@ def of_items(keys: Validator | None = None, values: Validator | None = None) -> 
 
 def read_text(text: bytes, newest: int, where: str) -> dict[str, Any]:
     """The values in the text of a file `where`, which is JSON in UTF-8 with a schema up to `newest`."""
-    message = f"{where} has more than {MAX_CONFIG_BYTES} bytes, which no pair needs; get it again, or {SAVE_ANEW}."
-    require(len(text) <= MAX_CONFIG_BYTES, message)
+    require(
+        len(text) <= MAX_CONFIG_BYTES,
+        f"{where} has more than {MAX_CONFIG_BYTES} bytes, which no pair needs; get it again, or {SAVE_ANEW}.",
+    )
     try:
         values = json.loads(text.decode("utf-8"))
         json.dumps(values, ensure_ascii=False).encode("utf-8")  # half a character may be escaped in it
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}); it may be cut off: get it again, or {SAVE_ANEW}.") from error
     schema: Any = values.get("schema") if isinstance(values, dict) else None
-    message = f"{where} does not say its schema (it has {brief(schema)}), so it is no config of a pair; {SAVE_ANEW}."
-    require(is_int(schema) and schema >= 1, message)
-    message = f"{where} has schema {schema} and this version reads up to {newest}; install a newer hf_specx."
-    require(schema <= newest, message)
+    require(
+        is_int(schema) and schema >= 1,
+        f"{where} does not say its schema (it has {brief(schema)}), so it is no config of a pair; {SAVE_ANEW}.",
+    )
+    require(
+        schema <= newest,
+        f"{where} has schema {schema} and this version reads up to {newest}; install a newer hf_specx.",
+    )
     return values
 
 
@@ -126,8 +132,7 @@ def _check_plain(value: Any, where: str) -> None:
     require(not too_large, f"{where} is {brief(value)}, not int of less than 64 bits; {SAVE_ANEW}.")
     text = value if isinstance(value, str) else ""
     control = next((c for c in text if unicodedata.category(c) == "Cc" and c not in "\n\r\t"), None)
-    message = f"{where} has the control character {control!r}, which a terminal may obey; take it out."
-    require(control is None, message)
+    require(control is None, f"{where} has the control character {control!r}, which a terminal may obey; take it out.")
 
 
 def _in_words(hint: Any, cls: Any) -> str:

@@ -45,23 +45,28 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None) -> Expor
     or `FIXED_DRAFT_TOKENS` if nothing was measured. The pair is in a local folder of this name, else in a repository
     at this revision; "embedded" is the one in the package. Models by reference have their revision in the config.
     """
-    message = f"the pair {name!r} has no draft model; vLLM has a method of its own for drafts from the text, ngram."
-    require(config.weightless_draft() is None, message)
+    require(
+        config.weightless_draft() is None,
+        f"the pair {name!r} has no draft model; vLLM has a method of its own for drafts from the text, ngram.",
+    )
     target = _served(config.target, "target", name, revision)
     draft = _served(config.draft, "draft", name, revision)
     kind = config.draft.model_type if config.draft.model_type in HEADS else None
     for other in OTHER_METHODS if kind is None else ():
-        message = f"the draft {draft['model']!r} has {other!r} in its name, which vLLM takes for that method; rename "
-        require(other not in draft["model"].lower(), f"{message}or move it.")
+        require(
+            other not in draft["model"].lower(),
+            f"the draft {draft['model']!r} has {other!r} in its name, which vLLM takes for that method; rename or "
+            "move it.",
+        )
     require(kind != "domino", "the draft is a head of Domino, which vLLM does not serve; use transformers.")
     vocab_sizes = (config.target.vocab_size, config.draft.vocab_size)
     has_tokenizer = config.draft_tokenizer is not None
     is_mapped = kind is None and (has_tokenizer or (None not in vocab_sizes and vocab_sizes[0] != vocab_sizes[1]))
-    message = (
+    require(
+        not is_mapped or has_tokenizer or config.draft.name is not None,
         f"the target scores {vocab_sizes[0]} tokens and the draft {vocab_sizes[1]}; vLLM then needs the draft's own "
-        "tokenizer, which a draft inside does not have: save the pair with draft='reference'."
+        "tokenizer, which a draft inside does not have: save the pair with draft='reference'.",
     )
-    require(not is_mapped or has_tokenizer or config.draft.name is not None, message)
     number = config.num_draft_tokens
     if number in ("auto", 0):
         fastest = max(config.measurements, key=lambda m: m.measured_speedup, default=None)
@@ -92,8 +97,10 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None) -> Expor
 def _served(model: ModelSource, role: str, name: str, revision: str | None) -> dict[str, str]:
     """The id or folder from which vLLM loads a model of the pair `name`: {"model": ...}, perhaps with "revision"."""
     kind = auto_class_of(model)
-    message = f"the {role} is an encoder-decoder ({kind}), which vLLM does not serve with a draft; use transformers."
-    require(kind not in (SEQ2SEQ, SPEECH), message)
+    require(
+        kind not in (SEQ2SEQ, SPEECH),
+        f"the {role} is an encoder-decoder ({kind}), which vLLM does not serve with a draft; use transformers.",
+    )
     if model.name is None and (is_embedded(name) or Path(name).is_dir()):
         folder = embedded_folder() if is_embedded(name) else Path(name).resolve()
         return {"model": str(folder / model.subfolder)}

@@ -12,17 +12,18 @@ import torch
 from accelerate.utils import tqdm
 from transformers import GenerationConfig
 
-from hf_specx.bench.inputs import settings_of
+from hf_specx.bench.inputs import generation_settings
 from hf_specx.bench.store import Store, provenance
 from hf_specx.bench.timer import Advance
 from hf_specx.bench.trace import trace
 from hf_specx.common.drafts import FIXED_DRAFT_TOKENS
 from hf_specx.common.errors import brief, require
+from hf_specx.common.fingerprint import digest_of
 from hf_specx.common.wrappers import label_of
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.folders import without_folders
 from hf_specx.metrics import path as path_of
-from hf_specx.pairs.fingerprint import arguments_of, digest_of
+from hf_specx.pairs.fingerprint import arguments_of
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .equality import Gaps, Noise, Reference, Rounding, gaps_of, rounding_scale
@@ -116,7 +117,7 @@ def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings, options:
         f"prompts={brief(prompts)}: give a list of texts; without it the pair's own are taken, if it has any.",
     )
     options = {name: value for name, value in options.items() if value is not None}
-    sampling = settings_of(pair.target, {"do_sample": True} | options, settings.max_new_tokens)
+    sampling = generation_settings(pair.target, {"do_sample": True} | options, settings.max_new_tokens)
     sampling.pop("do_sample")  # some of what is checked is greedy
     subject = Subject(pair, prompts, replace(settings, **sampling))
     subject.encoded(list(range(len(prompts))))  # raises for prompts that are empty or too long

@@ -91,19 +91,19 @@ class DraftOffers:
     def __init__(self, num_rows: int):
         self.rows = [list[tuple[list[int], list[float]]]() for _ in range(num_rows)]
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Record a round."""
-        draft = done.draft
-        num_offers = [0] * len(done.rows)
+        draft = round_.draft
+        num_offers = [0] * len(round_.rows)
         if draft.probs is not None:
             likely = draft.probs.topk(min(LIKELY_TOKENS, draft.probs.shape[-1]))
             tokens = likely.indices.tolist()
             chances = likely.values.double().round(decimals=3).tolist()
-            num_offers = [min(pair) for pair in zip(done.emitted, done.judged, strict=True)]
-        for index, row in enumerate(done.rows):
+            num_offers = [min(pair) for pair in zip(round_.emitted, round_.judged, strict=True)]
+        for index, row in enumerate(round_.rows):
             for position in range(num_offers[index]):
                 self.rows[row].append((tokens[index][position], chances[index][position]))
-            self.rows[row] += [([], [])] * (done.emitted[index] - num_offers[index])
+            self.rows[row] += [([], [])] * (round_.emitted[index] - num_offers[index])
 
 
 class JudgedCandidates:
@@ -112,12 +112,12 @@ class JudgedCandidates:
     def __init__(self, num_rows: int):
         self.rows = [list[int]() for _ in range(num_rows)]
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Record a round."""
-        for index, row in enumerate(done.rows):
-            judged = min(done.emitted[index], done.judged[index])
-            self.rows[row] += done.draft.tokens[index, :judged].tolist()
-            self.rows[row] += [-1] * (done.emitted[index] - judged)
+        for index, row in enumerate(round_.rows):
+            judged = min(round_.emitted[index], round_.judged[index])
+            self.rows[row] += round_.draft.tokens[index, :judged].tolist()
+            self.rows[row] += [-1] * (round_.emitted[index] - judged)
 
 
 def generate_texts(subject: Subject, method: str, batch: int) -> dict[str, Any]:

@@ -179,6 +179,19 @@ class TreeAttention(NamedTuple):
         return positions, is_text[:, None] | (is_seen_node & is_node[:, None])
 
 
+def _keys_in(
+    slots: torch.Tensor, is_token: torch.Tensor | None, tree: TreeAttention | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Positions of the keys in slots [R or 1, S], [R or 1, 1, 1, S], and which of them queries may see, [R, 1, q, S].
+
+    `is_token` [R, 1, 1, S] says which are tokens, None if all are; of a tree a query sees only some of its nodes.
+    """
+    if tree is None:
+        return slots[:, None, None], is_token
+    positions, seen = tree.of_slots(slots)
+    return positions[:, None, None], seen[:, None] if is_token is None else is_token & seen[:, None]
+
+
 class Masks:
     """Makes the 4D masks of one model, by position: bool under sdpa, additive under eager attention.
 
@@ -222,30 +235,25 @@ class Masks:
             ring: if it is not 0 and less than S, layers with a window hold only so many slots, in a ring buffer.
             tree: where queries are its nodes; windows are then of their positions.
         """
-        keys, queries = torch.arange(kv_length, device=slots.device), slots[:, None, :, None]
+        queries = (slots if tree is None else tree.node_positions(slots))[:, None, :, None]
         first: Any = 0 if pads is None else pads[:, None, None, None]
-        is_token = None if pads is None else keys >= first
-        if is_token is not None and gaps is not None:
-            is_token = is_token & ~gaps[:, None, None]
-        if tree is not None:
-            queries = tree.node_positions(slots)[:, None, :, None]
-            positions, seen = tree.of_slots(keys[None])
-            keys = positions[:, None, None]
-            is_token = seen[:, None] if is_token is None else is_token & seen[:, None]
-        if not 0 < ring < kv_length:
-            return self.between(queries, keys, is_token, first)
-        columns = columns_of_ring(slots[:, -1:], ring)[:, None, None]
-        is_token_in_ring = columns >= first
-        if gaps is not None:
-            is_token_in_ring = is_token_in_ring & ~gaps[:, None, None].gather(-1, columns.clamp(min=0))
-        if tree is not None:
-            positions, seen = tree.of_slots(columns[:, 0, 0])
-            columns = positions[:, None, None]
-            is_token_in_ring = is_token_in_ring & seen[:, None]
-        ring_masks: Any = self.between(queries, columns, is_token_in_ring, first)
-        if not self.kinds:
-            return ring_masks
-        masks: Any = self.between(queries, keys, is_token, first)
+        has_ring = 0 < ring < kv_length
+        ring_masks: Any = {}
+        if has_ring:
+            ring_slots = columns_of_ring(slots[:, -1:], ring)  # [R, ring]; negative where none was written yet
+            is_token = ring_slots[:, None, None] >= first
+            if gaps is not None:
+                is_token = is_token & ~gaps.gather(1, ring_slots.clamp(min=0))[:, None, None]
+            ring_masks = self.between(queries, *_keys_in(ring_slots, is_token, tree), first)
+            if not self.kinds:
+                return ring_masks
+        text_slots = torch.arange(kv_length, device=slots.device)[None]  # [1, S]
+        is_text_token = None if pads is None else text_slots >= first
+        if is_text_token is not None and gaps is not None:
+            is_text_token = is_text_token & ~gaps[:, None, None]
+        masks: Any = self.between(queries, *_keys_in(text_slots, is_text_token, tree), first)
+        if not has_ring:
+            return masks
         return {kind: (ring_masks if kind in self.windows else masks)[kind] for kind in self.kinds}
 
     def between(

@@ -224,7 +224,7 @@ class CompiledRunner(RaggedRunner):
             super().admit(batch, rows)
         self.row_tensors = {}
 
-    def drop_rows(self, keep_indices: torch.Tensor) -> None:
+    def gather_rows(self, keep_indices: torch.Tensor) -> None:
         self._gather_inputs(keep_indices)
         if len(keep_indices) > len(self.buffers[0][0]):  # where rows come: see `add_rows`
             self._resize(row_bucket(len(keep_indices)), self.capacity)

@@ -61,19 +61,19 @@ class LockstepRunner(TransformersCacheRunner):
         self.states.save(before[0])
         return super()._feed(batch, tokens, before, ahead, logits_to_keep)
 
-    def drop_rows(self, keep_indices: torch.Tensor) -> None:
-        super().drop_rows(keep_indices)
+    def gather_rows(self, keep_indices: torch.Tensor) -> None:
+        super().gather_rows(keep_indices)
         self.states.gather_rows(keep_indices)
 
-    def _save_keys_values(self, done: Round) -> None:
+    def _save_keys_values(self, round_: Round) -> None:
         """As in `ModelRunner`, if not all rows end together, and the cache has keys and values of the text alone."""
-        counts = done.batch.counts
-        if done.finished and len(done.rows) == len(counts) and len(set(counts)) == 1:
+        counts = round_.batch.counts
+        if round_.finished and len(round_.rows) == len(counts) and len(set(counts)) == 1:
             return  # the cache itself is handed over
         text_cache = self_attention(self.cache)
         has_keys_only = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in text_cache.layers)
         if type(text_cache) is DynamicCache and has_keys_only and has_columns(text_cache):
-            super()._save_keys_values(done)
+            super()._save_keys_values(round_)
 
     def row_keys_values(self, index: int, row: int) -> Iterator[KeysValues]:
         end = self.width + self.num_filled_slots[row]

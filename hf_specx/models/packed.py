@@ -156,7 +156,7 @@ class PackedRunner(ModelRunner):
         self.row_of_slot = torch.cat([self.row_of_slot, row])
         self.number_in_row = torch.cat([self.number_in_row, numbers])
 
-    def drop_rows(self, keep_indices: torch.Tensor) -> None:
+    def gather_rows(self, keep_indices: torch.Tensor) -> None:
         # [R], the index that a row gets
         index = torch.full((len(self.lengths),), -1, dtype=torch.int64, device=self.device)
         index[keep_indices.to(self.device)] = torch.arange(len(keep_indices), device=self.device)

@@ -37,6 +37,7 @@ class RaggedRunner(ModelRunner):
     Attributes:
         cached_prompts: [B, n] int64, the prompts whose keys are in the slots of each row, with -1 behind their ends;
             None where keys depend on more than tokens.
+        donors: rows whose slots hold their prompts, so that later prompts may copy from them.
         cached_hidden: by row, the hidden states [l, H] of its prompt; empty unless they are wanted in a queue.
         prefix_hidden: [B, n, H], hidden states of what was copied; None if nothing was, or they are not wanted.
     """
@@ -55,6 +56,7 @@ class RaggedRunner(ModelRunner):
         assert isinstance(self.cache, SlotCache)
         self.cached_prompts = self._prompts_of_tokens()
         self.cached_hidden: dict[int, torch.Tensor] = {}
+        self.donors = set(range(len(prompt.input_ids)))
 
     def _slot_cache(self, limit: int, ring: int) -> SlotCache:
         """An empty cache; its layers with a sliding window are ring buffers of `ring` slots, unless that is 0."""
@@ -128,11 +130,17 @@ class RaggedRunner(ModelRunner):
         All rows then go on from one column, the first that some row could not copy. The last token of each prompt is
         never copied, since its logits are wanted.
         """
-        if self.cached_prompts is None or other.cached_prompts is None or other.cache.slots.has_lost:
+        others = [index for index, row in enumerate(rows) if row not in other.donors]  # whose slots hold other text
+        has_no_donor = other.cache.slots.has_lost or len(others) == len(rows)
+        if self.cached_prompts is None or other.cached_prompts is None or has_no_donor:
             return
         width, lengths = self.cached_prompts.shape[1], (self.cached_prompts >= 0).sum(-1)
         donors = other.cached_prompts[to_device_async(rows, self.cached_prompts.device)]
-        best = shared_prefix_lengths(self.cached_prompts, donors).max(-1)
+        shared_with_rows = shared_prefix_lengths(self.cached_prompts, donors)  # [B, D]
+        if others:
+            index = to_device_async(others, self.cached_prompts.device, torch.int64)
+            shared_with_rows = shared_with_rows.index_fill(1, index, -1)
+        best = shared_with_rows.max(-1)
         shared = best.values.minimum(lengths - 1)
         prompt_lengths, shared_lengths, donor_indices = torch.stack([lengths, shared, best.indices]).tolist()
         num_to_compute = max(whole - part for whole, part in zip(prompt_lengths, shared_lengths, strict=True))
@@ -251,17 +259,18 @@ class RaggedRunner(ModelRunner):
         inputs = {name: value for name, value in self.kwargs.items() if name in names}
         return inputs | self._token_types(count)
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Move what was accepted on branches to the slots of a chain, and then do as in other layouts."""
         moved = []
-        for index, (candidates, before) in enumerate(zip(done.accepted_candidates, done.emitted_before, strict=False)):
+        of_rows = zip(round_.accepted_candidates, round_.emitted_before, strict=False)
+        for index, (candidates, before) in enumerate(of_rows):
             end = self.width + before  # the slot of candidate 0
             for position, candidate in enumerate(candidates):
                 if position != candidate:
                     moved.append((index, end + candidate, end + position))
-        if moved and (self.prompt.returns_cache or not done.finished):
+        if moved and (self.prompt.returns_cache or not round_.finished):
             self.cache.move(*to_device_async(moved, self.device).unbind(1))
-        super().observe(done)
+        super().observe(round_)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         if batch.width > self.width:
@@ -299,11 +308,15 @@ class RaggedRunner(ModelRunner):
                 self.cached_prompts = nn.functional.pad(self.cached_prompts, (0, 0, 0, more), value=-1)
             if self.first_position is not None:
                 self.first_position = nn.functional.pad(self.first_position, (0, 0, 0, more))
-        self.drop_rows(previous_indices)  # rows that come have copies of another one, until their prompts are written
+        self.gather_rows(previous_indices)  # rows that come have copies of another until their prompts are written
+
+    def forget_prompts(self, rows: list[int]) -> None:
+        self.donors.difference_update(rows)
 
     def _note_prompts(self, refills: "RaggedRunner", rows: list[int], index: torch.Tensor) -> None:
         """Note that the slots of `rows` now hold the prompts of another runner; `index` is the same as a tensor."""
         self.reused_tokens += refills.reused_tokens
+        self.donors.update(rows)
         if refills.cached_hidden:
             self.cached_hidden |= {row: refills.cached_hidden[number] for number, row in enumerate(rows)}
         if self.cached_prompts is None or refills.cached_prompts is None:

@@ -25,8 +25,8 @@ from .prompts import UNLIMITED, HiddenStateTap, PreparedInputs, gather_input_row
 from .slots import (
     KeysValues,
     LayersKeysValues,
-    assemble,
     cache_name,
+    fill_returned_cache,
     gather_cache_rows,
     keys_values_of,
     pop_layers,
@@ -135,8 +135,9 @@ class ModelRunner:
         has_all_prompt_logits: whether `prompt_logits` are of all rows, and not of refills alone.
         prompt_hidden: hidden states [B, L, H] of these prompts, right-aligned; None unless they are wanted.
         num_computed_tokens: [B], how many of each row's tokens after its prompt are in the cache, from the first on.
-            Candidates of the last forward are among them until `limit_computed_tokens` takes off what was rejected.
-            Slots beyond these hold what is never seen, and overwritten.
+            Candidates of the last forward are among them, also rejected ones: of a target until its next forward, of a
+            draft until its drafter calls `limit_computed_tokens`. Slots beyond these hold what is never seen, and
+            overwritten.
         pads: [B] int64, leading slots without a token; `pad_counts` are the same numbers as a list.
         gaps: [B, width] bool, slots after the pads that `attention_mask` hides; None if there are none.
         first_position: [..., B, 1], the position of each row's first token after its prompt; None where the model
@@ -345,15 +346,19 @@ class ModelRunner:
         """[R, 1], the `emitted_index` of the newest token in the cache; -1 if that is the last of a prompt."""
         return (batch.ends - batch.width - 2).clamp(min=-1)[:, None]
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Drop rows that have left the batch; where the call returns its cache, save their keys and values before."""
-        if self.prompt.returns_cache and (done.finished or done.keep_indices is not None):
-            self._save_keys_values(done)
-        if done.keep_indices is not None:
-            self.drop_rows(done.keep_indices)
+        if self.prompt.returns_cache and (round_.finished or round_.keep_indices is not None):
+            self._save_keys_values(round_)
+        if round_.keep_indices is not None:
+            self.gather_rows(round_.keep_indices)
+            self.forget_prompts([row for row in round_.rows if row not in round_.batch.rows])
 
-    def drop_rows(self, keep_indices: torch.Tensor) -> None:
-        """Keep only those of the decoding rows [R] that are at indices `keep_indices` [R']."""
+    def forget_prompts(self, rows: list[int]) -> None:
+        """Copy nothing for later prompts from these rows, which have left: their slots will be others'."""
+
+    def gather_rows(self, keep_indices: torch.Tensor) -> None:
+        """Go on with the rows at indices `keep_indices` [R'] of the decoding ones, in this order, some also twice."""
         gather_cache_rows(self.cache, keep_indices)
         self._gather_inputs(keep_indices)
 
@@ -362,28 +367,28 @@ class ModelRunner:
             self.kwargs[name] = gather_input_rows(self.kwargs[name], keep_indices, self.num_rows)
         self.num_rows = len(keep_indices)
 
-    def _save_keys_values(self, done: Round) -> None:
+    def _save_keys_values(self, round_: Round) -> None:
         """Copy keys and values of the rows that leave now; those of the last rows of a call stay in the cache.
 
         A row's last token is fed now, unless it was a candidate, which the forward of the round has fed.
         """
-        counts = list(done.batch.counts)
-        staying = [] if done.keep_indices is None else done.batch.rows
-        leaving = [row for row in done.rows if row not in staying]
+        counts = list(round_.batch.counts)
+        staying = [] if round_.keep_indices is None else round_.batch.rows
+        leaving = [row for row in round_.rows if row not in staying]
         # `generate` does not feed the last tokens of the longest rows
-        max_count = max(counts) if done.finished else None
+        max_count = max(counts) if round_.finished else None
         lacking = []  # rows whose last token the cache lacks
-        for row, emitted, accepted in zip(done.rows, done.emitted, done.accepted, strict=True):
+        for row, emitted, accepted in zip(round_.rows, round_.emitted, round_.accepted, strict=True):
             if emitted > accepted and counts[row] != max_count:
                 lacking.append(row)
         if not set(lacking).isdisjoint(leaving):
             if self.lockstep:  # rows that are shorter have ended before the last candidate: of them, no more is kept
                 counts = [max(counts)] * len(counts)
-            self._feed_last_tokens(done.batch.view_at(counts, done.rows))
-        if done.finished:
+            self._feed_last_tokens(round_.batch.view_at(counts, round_.rows))
+        if round_.finished:
             self.last_rows = leaving
         else:
-            self.saved_keys_values |= {row: list(self.row_keys_values(done.rows.index(row), row)) for row in leaving}
+            self.saved_keys_values |= {row: list(self.row_keys_values(round_.rows.index(row), row)) for row in leaving}
 
     def _feed_last_tokens(self, batch: Batch) -> None:
         self.decode_tokens(batch, 1, 0, logits_to_keep=1)
@@ -415,7 +420,8 @@ class ModelRunner:
         for index, row in enumerate(self.last_rows):
             rows[row] = self.row_keys_values(index, row)
         slots_of_all = None if self.saved_keys_values else self.common_slots(length)
-        return assemble(past, self_attention(self.cache), rows, ends, length, slots_of_all, self.cross_attention)
+        source = self_attention(self.cache)
+        return fill_returned_cache(past, source, rows, ends, length, slots_of_all, self.cross_attention)
 
     def _token_types(self, count: int) -> dict[str, torch.Tensor]:
         """Token types [R, count] of the next tokens, by name: as in `generate` that of the last token, or text."""

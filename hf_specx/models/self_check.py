@@ -39,24 +39,24 @@ class Difference(NamedTuple):
     """The result of a measurement.
 
     Attributes:
-        figure: the largest total variation between the distributions of both ways of feeding a target.
+        value: the largest total variation between the distributions of both ways of feeding a target.
         limit: how much of it rounding explains.
         error: why a target cannot be fed in this layout; empty if it can.
     """
 
-    figure: float
+    value: float
     limit: float
     error: str = ""
 
     @property
     def is_rounding(self) -> bool:
         """Whether both ways give one distribution."""
-        return self.figure <= self.limit
+        return self.value <= self.limit
 
     def __str__(self) -> str:
         if self.error:
             return self.error
-        return f"total variation {self.figure:.2g}, of which rounding explains {self.limit:.2g}"
+        return f"total variation {self.value:.2g}, of which rounding explains {self.limit:.2g}"
 
 
 NO_DIFFERENCE = Difference(0.0, 0.0)
@@ -188,18 +188,18 @@ def compare(runner: ModelRunner, batch: Batch, output: Any, candidates: int, ste
             if 0 <= step < steps or (step == steps and row < len(last_rows)):
                 compared.append((row, position, step))
     index, positions, counts = to_device_async(compared, home).unbind(1)
-    figure = _total_variation(forward_logits[index, positions], torch.stack(logits)[counts, index])
+    value = _total_variation(forward_logits[index, positions], torch.stack(logits)[counts, index])
     if before_last is None:
-        return Difference(figure, LIMIT)
+        return Difference(value, LIMIT)
     limit = EPSILONS * epsilon
-    if limit < figure <= WORST_ROUNDING:  # only here does it matter what rounding is
+    if limit < value <= WORST_ROUNDING:  # only here does it matter what rounding is
         if rows == 1:
             last_rows = before_last.with_other_rows()
         last_logits = before_last(last_tokens if rows > 1 else last_tokens[last_rows])
         others = last_logits[last_rows] if rows > 1 else last_logits
         rounding = _total_variation(others, logits[-1][last_rows])
         limit = min(max(limit, ROUNDING * rounding), WORST_ROUNDING)
-    return Difference(figure, limit)
+    return Difference(value, limit)
 
 
 def _likely(logits: torch.Tensor, rank: int) -> torch.Tensor:

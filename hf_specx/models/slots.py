@@ -202,7 +202,7 @@ def pop_layers(layers: LayersKeysValues) -> Iterator[KeysValues]:
         yield layers.pop(0)
 
 
-def assemble(
+def fill_returned_cache(
     cache: Cache,
     source: Cache,
     rows: Mapping[int, Iterator[KeysValues]],

@@ -9,17 +9,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hf_specx.common.chats import chat_text, check_template_options, is_chat, token_ids
+from hf_specx.common.chats import chat_text, check_template_options, token_ids
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.common.round import Round
+from hf_specx.engine.check_arguments import check_generate_many
 from hf_specx.engine.check_inputs import MAX_SEED
-from hf_specx.engine.entry import check_generate_many, setting
+from hf_specx.engine.entry import setting
 from hf_specx.engine.queue import RequestQueue
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.requests import Request
 
 from .fingerprint import arguments_of
-from .results_file import PROMPT_KEYS, CompletedText, NumberedText, fields_of_line, open_results
+from .results_file import CompletedText, NumberedText, open_results, prompt_and_fields
 from .shares import gathered, processes
 
 
@@ -79,10 +80,14 @@ def complete(
     check_template_options(template_options, f"chat_template_kwargs={brief(chat_template_kwargs)}")
     completer = Completer(pair, batch_size, seed, options)
     copies = num_return_sequences
-    message = f"num_return_sequences={brief(copies)} is not an int of 1 or more; give one."
-    require(is_int(copies) and copies >= 1, message)
-    message = f"num_return_sequences={copies} greedy texts would be the same; pass do_sample=True."
-    require(copies == 1 or bool(setting("do_sample", pair.target, options)), message)
+    require(
+        is_int(copies) and copies >= 1,
+        f"num_return_sequences={brief(copies)} is not an int of 1 or more; give one.",
+    )
+    require(
+        copies == 1 or bool(setting("do_sample", pair.target, options)),
+        f"num_return_sequences={copies} greedy texts would be the same; pass do_sample=True.",
+    )
     prompts = _numbered(pair.tokenizer, texts, copies, template_options)
     if out is None:
         return _to_list(completer, list(prompts))
@@ -96,24 +101,12 @@ def _check_texts(texts: Any) -> None:
     prompts = texts if isinstance(texts, list) else []
     is_several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
     is_message = any(isinstance(prompt, dict) and {"role", "content"} <= prompt.keys() for prompt in prompts)
-    message = f"texts={brief(texts)} is no list of texts, or of lists of messages; put a single prompt into a list."
-    require(is_several and not is_message, message)
+    require(
+        is_several and not is_message,
+        f"texts={brief(texts)} is no list of texts, or of lists of messages; put a single prompt into a list.",
+    )
     for index, prompt in enumerate(prompts):
-        _check_prompt(index, prompt)
-
-
-def _check_prompt(index: int, prompt: Any) -> tuple[Any, dict[str, Any]]:
-    """A prompt, and the other fields where it is an object; a ValueError unless it is a text or a list of messages."""
-    fields: dict[str, Any] = {}
-    if isinstance(prompt, dict):
-        key = next((key for key in PROMPT_KEYS if key in prompt), None)
-        require(key is not None, f"prompt {index} has no field {', '.join(PROMPT_KEYS)}; give one of them.")
-        others = {name: value for name, value in prompt.items() if name != key}
-        fields = fields_of_line(others, f"prompt {index}")
-        prompt = prompt[key]
-    message = f"prompt {index} is of type {type(prompt).__name__}; give strings, or lists of messages."
-    require(isinstance(prompt, str) or is_chat(prompt), message)
-    return prompt, fields
+        prompt_and_fields(prompt, f"prompt {index}")
 
 
 def _numbered(
@@ -121,7 +114,7 @@ def _numbered(
 ) -> Iterator[NumberedText]:
     """Prompts as texts with their numbers, each `count` times, one by one; chats in the tokenizer's template."""
     for index, prompt_or_object in enumerate(prompts):
-        prompt, fields = _check_prompt(index, prompt_or_object)
+        prompt, fields = prompt_and_fields(prompt_or_object, f"prompt {index}")
         text = prompt if isinstance(prompt, str) else chat_text(tokenizer, prompt, template_options)
         for copy in range(count):
             yield NumberedText(index * count + copy, text, fields)
@@ -180,10 +173,10 @@ class Progress(tqdm):
     """A progress bar of `complete` on stderr; where that is no terminal, a line now and then.
 
     It counts tokens as a listener of a strategy; of several processes the first one shows its share. `total` and
-    `done` are prompts, of which some may have been done before.
+    `num_done` are prompts, of which some may have been done before.
     """
 
-    def __init__(self, total: int | None, done: int = 0):
+    def __init__(self, total: int | None, num_done: int = 0):
         self.emitted = self.drafted = self.accepted = 0
         line = "{n_fmt} prompts in {elapsed}{postfix}"
         if total is not None:
@@ -191,22 +184,22 @@ class Progress(tqdm):
         form: dict[str, Any] = {"delay": LINE_EVERY, "mininterval": LINE_EVERY, "bar_format": f"{line}\n"}
         if sys.stderr.isatty():
             form = {"delay": BAR_AFTER, "bar_format": f"{{bar:20}} {line}" if total else line}
-        super().__init__(total=total, initial=done, disable=os.environ.get("RANK", "0") != "0", **form)
+        super().__init__(total=total, initial=num_done, disable=os.environ.get("RANK", "0") != "0", **form)
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Count the tokens of a round."""
-        self.emitted += sum(done.emitted)
-        self.drafted += sum(done.draft.lengths)
-        self.accepted += sum(done.accepted)
+        self.emitted += sum(round_.emitted)
+        self.drafted += sum(round_.draft.lengths)
+        self.accepted += sum(round_.accepted)
 
-    def show(self, done: int) -> None:
+    def show(self, num_done: int) -> None:
         """Show that so many prompts are done by now."""
         if self.disable:
             return
         seconds = max(self.format_dict["elapsed"], 1e-9)
         accepted = f", {self.accepted / self.drafted:.0%} of candidates accepted" if self.drafted else ""
         self.set_postfix_str(f"{self.emitted / seconds:.0f} tokens/s{accepted}", refresh=False)
-        self.update(done - self.n)
+        self.update(num_done - self.n)
 
 
 class Completer:
@@ -230,34 +223,36 @@ class Completer:
                 waiting[number] = prompt
                 yield Request(token_ids(tokenizer, prompt.text), seed=self.seed + prompt.index)
 
-        for done in strategy.generate_many(self.pair.target, requests(), batch_size=self.batch_size, **options):
-            prompt = waiting.pop(done.index)
+        for completion in strategy.generate_many(self.pair.target, requests(), batch_size=self.batch_size, **options):
+            prompt = waiting.pop(completion.index)
             text = error = None
-            if done.tokens is not None:
-                text = tokenizer.decode(done.tokens, skip_special_tokens=True)
+            if completion.tokens is not None:
+                text = tokenizer.decode(completion.tokens, skip_special_tokens=True)
             elif token_ids(tokenizer, prompt.text):
-                error = str(done.error).partition(": ")[2]
+                error = completion.error
             else:
                 error = f"the prompt {EMPTY}"
-            yield CompletedText(prompt, text, done.finish_reason, error)
+            yield CompletedText(prompt, text, completion.finish_reason, error)
         self.pair.report = strategy.report
 
     def _check(self) -> None:
         """Raise ValueError if not even a short prompt can be completed, before all others are read and refused."""
-        message = f"seed={self.seed} is outside of what a torch generator takes; give an int from 0, well below 2**63."
-        require(is_int(self.seed) and 0 <= self.seed < MAX_SEED - MAX_PROMPTS, message)
-        message = "the pair has no tokenizer to read texts with; DraftTargetPair(target, draft, tokenizer) gives it "
-        require(self.pair.tokenizer is not None, f"{message}one.")
-        message = (
-            "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; "
-            "load a copy of the pair on each process, or call pair.generate with as many rows on each."
+        require(
+            is_int(self.seed) and 0 <= self.seed < MAX_SEED - MAX_PROMPTS,
+            f"seed={self.seed} is outside of what a torch generator takes; give an int from 0, well below 2**63.",
         )
-        require(not synced_by_default(*self.pair.models), message)
+        require(
+            self.pair.tokenizer is not None,
+            "the pair has no tokenizer to read texts with; DraftTargetPair(target, draft, tokenizer) gives it one.",
+        )
+        require(
+            not synced_by_default(*self.pair.models),
+            "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; "
+            "load a copy of the pair on each process, or call pair.generate with as many rows on each.",
+        )
         options = dict(self.options)
         strategy = self.pair.strategy_for(options)
         max_batch_tokens = options.pop("max_batch_tokens", None)
         check_generate_many(self.pair.target, [], self.batch_size, max_batch_tokens, strategy.streamer, options)
         options = {"tokenizer": self.pair.tokenizer} | options
-        queue = RequestQueue(self.pair.models, [Request([0], seed=0)], options, max_batch_tokens)
-        if not queue.begin_batch(1):
-            raise ValueError((queue.completed[0].error or "").removeprefix("request 0: "))
+        RequestQueue(self.pair.models, [], options, max_batch_tokens).check_options()

@@ -22,22 +22,13 @@ from hf_specx.drafting.forward_times import ForwardTimes
 from hf_specx.drafting.heads.mtp import MtpDraft
 from hf_specx.drafting.schedule import explicit_draft_settings
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.engine.entry import (
-    bind_stop_strings,
-    check_assistant_model,
-    check_entry,
-    check_values,
-    known_arguments,
-    prepared_inputs,
-    setting,
-    unset,
-)
+from hf_specx.engine.check_arguments import check_assistant_model, check_entry, check_values, known_arguments
+from hf_specx.engine.entry import bind_stop_strings, prepared_inputs, setting, unset
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import find_draft
 
 
-STRATEGY_OPTIONS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "compile", "costs")
-STRATEGY_OPTIONS += ("tree", "draft_tokenizer", "tokenizer_match", "tokenizer", "streamer", "stream_by")
+STRATEGY_OPTIONS = tuple(inspect.getfullargspec(SpeculativeDecoding.__init__).kwonlyargs)
 NOT_OF_TRANSFORMERS = (*STRATEGY_OPTIONS, "draft_model", "assistant_tokenizer", "seeds")
 NAMED_ARGUMENTS = inspect.signature(GenerationMixin.generate).parameters.keys() - {
     "self",
@@ -71,9 +62,11 @@ def generate(
             used. With `custom_generate`, that is called instead.
     """
     if model is None or hasattr(inputs, "can_generate"):
-        message = "the target is given by name: hf_specx.generate(ids, model=model, draft_model=draft); and as "
-        raise TypeError(f"{message}custom_generate= in a call of model.generate give SpeculativeDecoding(draft)")
-    with ending_streamer(kwargs.get("streamer")) as reached:
+        raise TypeError(
+            "the target is given by name: hf_specx.generate(ids, model=model, draft_model=draft); and as "
+            "custom_generate= in a call of model.generate give SpeculativeDecoding(draft)"
+        )
+    with EndStreamerOnError(kwargs.get("streamer")) as streamer_end:
         model = unwrapped(model)
         check_entry(model, kwargs.get("custom_generate"))
         # called by string, we may be inside the class's own `generate` already; all arguments are then named
@@ -81,7 +74,7 @@ def generate(
         kwargs = add_positional(owner, more, kwargs)
         custom_generate = kwargs.pop("custom_generate", None)
         if custom_generate is not None:
-            reached.append(True)
+            streamer_end.strategy_called = True
             first = () if inputs is None else (inputs,)
             return owner.generate(model, *first, custom_generate=custom_generate, **kwargs)
         if kwargs.get("assistant_model") is not None and owner is not type(model):
@@ -93,10 +86,10 @@ def generate(
         strategy = SpeculativeDecoding(draft, **recommended | options)
         strategy.load(model)
         if "costs" in options:
-            return call_generate(strategy, owner, model, inputs, kwargs, reached)
+            return call_generate(strategy, owner, model, inputs, kwargs, streamer_end)
         with remembered_times(strategy, model) as times:  # those at batch sizes of other calls must not count
-            strategy.costs = replace(costs.apart(), measured=times)
-            return call_generate(strategy, owner, model, inputs, kwargs, reached)
+            strategy.costs = replace(costs.copy(), measured=times)
+            return call_generate(strategy, owner, model, inputs, kwargs, streamer_end)
 
 
 def pop_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], Costs]:
@@ -132,10 +125,11 @@ def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft 
     """
     num_tokens = setting("prompt_lookup_num_tokens", model, kwargs)
     ngram_size = setting("max_matching_ngram_size", model, kwargs)
-    message = (
+    require(
+        num_tokens is not None or kwargs.get("max_matching_ngram_size") is None,
         f"max_matching_ngram_size={ngram_size} is for prompt_lookup_num_tokens, which is not given; give both, or "
+        "leave it out.",
     )
-    require(num_tokens is not None or kwargs.get("max_matching_ngram_size") is None, f"{message}leave it out.")
     if num_tokens is None:
         return None
     check_number("prompt_lookup_num_tokens", num_tokens)
@@ -173,16 +167,19 @@ def remembered_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> 
             times_of_draft.setdefault(key, times).update(times)
 
 
-@contextmanager
-def ending_streamer(streamer: Any) -> Iterator[list[bool]]:
-    """A context that ends a streamer after an error, unless its list has an item: then the strategy ends it."""
-    reached: list[bool] = []
-    try:
-        yield reached
-    except BaseException:
-        if not reached and hasattr(streamer, "end"):
-            streamer.end()
-        raise
+class EndStreamerOnError:
+    """A context that ends a streamer after an error, unless the strategy was called: that ends the streamer itself."""
+
+    def __init__(self, streamer: Any):
+        self.streamer = streamer
+        self.strategy_called = False
+
+    def __enter__(self) -> "EndStreamerOnError":
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
+        if error_type is not None and not self.strategy_called and hasattr(self.streamer, "end"):
+            self.streamer.end()
 
 
 def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -209,11 +206,12 @@ def check_before_loading(inputs: Any, model: PreTrainedModel, kwargs: dict[str, 
         value = arguments.get(name)
         require(value is None or isinstance(value, expected), f"{name} is {kind(value)}; pass {remedy}.")
     check_values(arguments)
-    message = (
-        "cache_implementation='paged' turns generate into continuous batching, which takes no strategy; leave it "
-    )
     is_paged = kwargs.get("cache_implementation") == "paged"
-    require(not is_paged, f"{message}out, or call generate_batch without a draft.")
+    require(
+        not is_paged,
+        "cache_implementation='paged' turns generate into continuous batching, which takes no strategy; leave it "
+        "out, or call generate_batch without a draft.",
+    )
     names = [*NOT_OF_TRANSFORMERS, *vars(GenerationConfig())]
     for name in sorted(kwargs.keys() - {*NOT_OF_TRANSFORMERS, *LOADER_OPTIONS} - known_arguments(model)):
         if similar(name, names):  # others may be what the model reads
@@ -244,11 +242,11 @@ def call_generate(
     model: PreTrainedModel,
     inputs: torch.Tensor | None,
     kwargs: dict[str, Any],
-    reached: list[bool],
+    streamer_end: EndStreamerOnError,
 ) -> Any:
     """Call `owner.generate`, of the model's class or of `GenerationMixin`, with a strategy; returns what it returns.
 
-    `reached` gets an item once the strategy is called, see `ending_streamer`.
+    `streamer_end` is told when the strategy is called.
     """
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)
@@ -257,7 +255,7 @@ def call_generate(
 
     @functools.wraps(prepared_inputs)
     def decode(called_model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        reached.append(True)
+        streamer_end.strategy_called = True
         target = model if called_model is served else called_model  # PEFT gives the model inside its wrapper
         # Whisper calls once for each window, and its report is of all
         return strategy.decode(prepared_inputs(target, *args, **kwargs), strategy.report, **withheld)

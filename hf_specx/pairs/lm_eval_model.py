@@ -12,9 +12,9 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from tqdm import tqdm
 
-from hf_specx.common.drafts import read_draft
+from hf_specx.common.drafts import PAIR_CONFIG_NAME, read_draft
 from hf_specx.common.errors import require
-from hf_specx.drafting.heads.load_checked import holds_head
+from hf_specx.drafting.heads.detect_head import holds_head
 from hf_specx.engine.check_inputs import MAX_SEED
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.requests import Request
@@ -23,7 +23,6 @@ from hf_specx.hub.fetch import find_draft_files, get_files, get_pair, get_tokeni
 from hf_specx.hub.find_draft import draft_of_pair
 from hf_specx.hub.known_pairs import folder_of
 from hf_specx.hub.load_model import find_model
-from hf_specx.hub.pair_config import CONFIG_NAME
 
 
 NAME = "hf-specx"
@@ -64,7 +63,7 @@ class SpeculativeLM(HFLM):
         options: dict[str, Any] = {name: value for name, value in typed.items() if value is not None}
         commit = None if revision in (None, "main") else revision
         pretrained = folder_of(pretrained)
-        is_pair = (get_files(pretrained, commit).root / CONFIG_NAME).is_file()
+        is_pair = (get_files(pretrained, commit).root / PAIR_CONFIG_NAME).is_file()
         require(
             is_pair or draft is not None,
             f"pretrained={pretrained} is a model and no pair; name a draft for it, as draft=suffix, which needs no "
@@ -138,11 +137,15 @@ class SpeculativeLM(HFLM):
         options |= {"tokenizer": self.tokenizer, "stop_strings": strings or None, "max_new_tokens": limit}
         mixed = self.mixed_precision_dtype
         with torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None):
-            for done in self.speculative.generate_many(self.model, waiting, batch_size=int(batch_size), **options):
-                number = order[done.index]
-                if done.tokens is None:
-                    raise ValueError(f"a context of {len(prompts[number])} tokens cannot be served: {done.error}")
-                yield number, self._cut(done.tokens, until)
+            for completion in self.speculative.generate_many(
+                self.model, waiting, batch_size=int(batch_size), **options
+            ):
+                number = order[completion.index]
+                if completion.tokens is None:
+                    raise ValueError(
+                        f"a context of {len(prompts[number])} tokens cannot be served: {completion.error}"
+                    )
+                yield number, self._cut(completion.tokens, until)
         report = self.speculative.report
         if report is not None:
             self.report = report if self.report is None else self.report + report

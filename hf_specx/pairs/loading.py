@@ -27,6 +27,7 @@ from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.load_model import FoundModel, find_model
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 
+from .generate import STRATEGY_OPTIONS
 from .placement import CACHE_TOKENS, plan
 
 
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
     from .pair import DraftTargetPair
 
 FOR_TARGET = ("quantization_config", "offload_folder")
-SET_BY_PAIRS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "costs", "subfolder", "variant")
-SET_BY_PAIRS += ("tree", "output_loading_info", "ignore_mismatched_sizes", "state_dict", "config")
+SET_BY_PAIRS = ("subfolder", "variant", "output_loading_info", "ignore_mismatched_sizes", "state_dict", "config")
 
 
 def load_pair(
@@ -71,15 +71,15 @@ def load_pair(
     if is_embedded(str(name_or_path)):
         name_or_path, dtype = embedded_folder(), embedded_dtype(dtype, device_map)
     for_one_model = _options_of_one_model(kwargs, draft_kwargs or {})
-    hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+    hub_kwargs = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     for_both = kwargs | {"dtype": dtype, "use_safetensors": use_safetensors or None}
-    files, config = get_pair(name_or_path, revision, **hub)
+    files, config = get_pair(name_or_path, revision, **hub_kwargs)
     trust = (trust_remote_code, use_safetensors)
     replacements = {"target": target, "draft": with_weightless_drafts(draft)}
     drafts = config.weightless_draft() if draft is None else replacements["draft"]
     for_target = {"device_map": device_map} | for_one_model["target"]
     _check_used({"target": target, "draft": drafts}, for_target, draft_device_map, draft_kwargs)
-    models = {role: _find(files, config, role, other, hub, *trust) for role, other in replacements.items()}
+    models = {role: _find(files, config, role, other, hub_kwargs, *trust) for role, other in replacements.items()}
     tokenizers: dict[str, Any] = _tokenizers(files, models, config, trust_remote_code)
     placement = plan(
         models["target"].config("target"),
@@ -103,7 +103,7 @@ def load_pair(
     check_head(draft if isinstance(draft, str) else "", loaded_draft)
     pair = cls(loaded_target, loaded_draft, config=config, **tokenizers)
     pair.sources = {role: _source(model) for role, model in models.items()}
-    pair.cache_dir = hub.get("cache_dir")
+    pair.cache_dir = hub_kwargs.get("cache_dir")
     return pair
 
 
@@ -119,19 +119,23 @@ def embedded_dtype(dtype: Any, device_map: Any) -> Any:
 def _options_of_one_model(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The arguments for one model only, by role; those for the target are taken out of `kwargs`."""
     for name in (*kwargs, *draft_kwargs):
-        message = f"{name}= has no place in loading a pair, which sets it itself; leave it out, or give it to a call."
-        require(name not in SET_BY_PAIRS, message)
+        require(
+            name not in (*SET_BY_PAIRS, *STRATEGY_OPTIONS),
+            f"{name}= has no place in loading a pair, which sets it itself; leave it out, or give it to a call.",
+        )
     target = {name: kwargs.pop(name) for name in FOR_TARGET if name in kwargs}
     if "offload_folder" in target:  # two models in one folder would overwrite each other's files
         draft_kwargs = {"offload_folder": Path(target["offload_folder"]) / "draft"} | draft_kwargs
     return {"target": target, "draft": draft_kwargs}
 
 
-def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str, Any], *trust: bool) -> FoundModel:
+def _find(
+    pair: Files, config: PairConfig, role: str, other: Any, hub_kwargs: dict[str, Any], *trust: bool
+) -> FoundModel:
     """The pair's own model in checked files, or `other`, a model, its folder or id; if it was not measured, the config
     forgets what was."""
     if other is None:
-        return find_model(pair, config, role, hub, *trust)
+        return find_model(pair, config, role, hub_kwargs, *trust)
     if role == "draft":
         config.set_draft(other if isinstance(other, WeightlessDraft) else None)
     source: ModelSource = getattr(config, role)
@@ -142,10 +146,10 @@ def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str,
         model, is_same = FoundModel(None, model=other), False
     else:
         if role == "draft":
-            model_files = find_draft_files(read_draft(str(other)).model or str(other), **hub)
+            model_files = find_draft_files(read_draft(str(other)).model or str(other), **hub_kwargs)
         else:
-            model_files = find_files(str(other), **hub)
-        files = get_model(model_files, ModelSource(), *trust, **hub)
+            model_files = find_files(str(other), **hub_kwargs)
+        files = get_model(model_files, ModelSource(), *trust, **hub_kwargs)
         model = FoundModel(files, trusted=trust[0])
         is_same = trust[1] and fingerprint(files.root) == source.fingerprint
     if not is_same:
@@ -165,8 +169,7 @@ def _check_used(models: dict[str, Any], for_target: dict[str, Any], draft_device
         else:
             continue
         for name, value in options.items():
-            message = f"{name}= says how the {role} is loaded, and the {role} {reason}; leave it out."
-            require(value is None, message)
+            require(value is None, f"{name}= says how the {role} is loaded, and the {role} {reason}; leave it out.")
 
 
 def _tokenizers(

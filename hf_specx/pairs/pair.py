@@ -8,11 +8,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from hf_specx.common.devices import execution_device
+from hf_specx.common.drafts import DRAFT_FOLDER
 from hf_specx.common.errors import kind, require
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.heads.draft_names import with_loaded_drafts, with_weightless_drafts
-from hf_specx.engine.entry import check_entry, check_pair_call
+from hf_specx.engine.check_arguments import check_entry, check_pair_call
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import recommended
@@ -23,10 +24,10 @@ from hf_specx.hub.publish import publish, save
 from .complete import complete as complete_texts
 from .generate import (
     STRATEGY_OPTIONS,
+    EndStreamerOnError,
     add_positional,
     call_generate,
     check_before_loading,
-    ending_streamer,
     pop_options,
 )
 from .loading import embedded_dtype, load_pair
@@ -76,14 +77,18 @@ class DraftTargetPair(NoModel):
     ):
         self._target: PreTrainedModel = unwrapped(target)
         check_entry(self._target)
-        message = f"config is {kind(config)}; pass a PairConfig, and a tokenizer of the draft as draft_tokenizer=."
-        require(config is None or isinstance(config, PairConfig), message)
-        message = f"tokenizer is {kind(tokenizer)}; pass its .tokenizer, and itself as processor=."
-        require(not isinstance(tokenizer, ProcessorMixin), message)
+        require(
+            config is None or isinstance(config, PairConfig),
+            f"config is {kind(config)}; pass a PairConfig, and a tokenizer of the draft as draft_tokenizer=.",
+        )
+        require(
+            not isinstance(tokenizer, ProcessorMixin),
+            f"tokenizer is {kind(tokenizer)}; pass its .tokenizer, and itself as processor=.",
+        )
         self._draft: PairDraft = unwrapped_draft(with_loaded_drafts(with_weightless_drafts(draft), self._target))
         self.tokenizer, self.processor = tokenizer, processor
         self.draft_tokenizer = tokenizer if draft_tokenizer is None else draft_tokenizer
-        self.config = config or PairConfig(ModelSource(), ModelSource(subfolder="draft"))
+        self.config = config or PairConfig(ModelSource(), ModelSource(subfolder=DRAFT_FOLDER))
         self.sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
         self.cache_dir: str | Path | None = None
         self.strategy = self._strategy()
@@ -171,14 +176,14 @@ class DraftTargetPair(NoModel):
                 is learned of costs and acceptance is kept for later calls in any case.
         """
         model_class, device = type(self.target), execution_device(self.target)
-        with ending_streamer(kwargs.get("streamer")) as reached:
+        with EndStreamerOnError(kwargs.get("streamer")) as streamer_end:
             check_pair_call(kwargs | {"inputs": inputs})
             kwargs = add_positional(model_class, more, kwargs | {"inputs": inputs})
             kwargs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
             inputs = kwargs.pop("inputs")
             check_before_loading(inputs, self.target, kwargs)
             strategy = self.strategy_for(kwargs)
-            output = call_generate(strategy, model_class, self.target, inputs, kwargs, reached)
+            output = call_generate(strategy, model_class, self.target, inputs, kwargs, streamer_end)
         self.report = strategy.report
         return output
 

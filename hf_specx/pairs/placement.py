@@ -12,7 +12,7 @@ from transformers.quantizers.auto import get_hf_quantizer
 
 from hf_specx.common.devices import cached_numbers
 from hf_specx.common.errors import require
-from hf_specx.drafting.heads.load_checked import auto_class
+from hf_specx.common.load_model import auto_class
 
 
 CACHE_TOKENS = 8192  # 8 rows of 1024 tokens; 1.1 GB for Llama 3.1 8B in bfloat16
@@ -49,11 +49,15 @@ def plan(
             or not. None is the free memory, on accelerators less a tenth.
         cache_tokens: rows times tokens for which both caches get room.
     """
-    message = f"draft_device_map={draft_device_map!r} spreads the draft over devices, which makes each of its small "
-    message += "steps wait for the way between them; give one device, or leave it out."
-    require(draft_device_map not in ("balanced", "balanced_low_0", "sequential"), message)
-    message = f"cache_tokens={cache_tokens} is no number of tokens; give rows times tokens, or 0 for no room at all."
-    require(cache_tokens >= 0, message)
+    require(
+        draft_device_map not in ("balanced", "balanced_low_0", "sequential"),
+        f"draft_device_map={draft_device_map!r} spreads the draft over devices, which makes each of its small steps "
+        "wait for the way between them; give one device, or leave it out.",
+    )
+    require(
+        cache_tokens >= 0,
+        f"cache_tokens={cache_tokens} is no number of tokens; give rows times tokens, or 0 for no room at all.",
+    )
     devices = None if device_map is None else check_and_set_device_map(device_map)
     if target is None or not isinstance(devices, str):
         return Placement({} if devices is None else {"device_map": device_map})

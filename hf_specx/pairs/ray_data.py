@@ -51,12 +51,13 @@ class CompleteBatches:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The columns of a batch, and that of its texts; None for a prompt that cannot be completed."""
         for column in (self.prompts, *([] if self.indices is None else [self.indices])):
-            message = f"there is no column {column!r} among {', '.join(batch)}; name the one that is meant."
-            require(column in batch, message)
+            require(
+                column in batch,
+                f"there is no column {column!r} among {', '.join(batch)}; name the one that is meant.",
+            )
         texts = list(batch[self.prompts])
         wrong = next((text for text in texts if not isinstance(text, str | None)), None)
-        message = f"the column {self.prompts!r} has {brief(wrong)}; give strings, or None for no text."
-        require(wrong is None, message)
+        require(wrong is None, f"the column {self.prompts!r} has {brief(wrong)}; give strings, or None for no text.")
         if self.indices is None:
             indices = [0 if text is None else hash_of(text) % 2**32 for text in texts]
         else:

@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from hf_specx.common.chats import is_chat
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.hub.folders import check_out
 from hf_specx.hub.locks import LOCK, check_free, locked
@@ -59,7 +60,27 @@ class CompletedText(NamedTuple):
         return json.dumps(values, ensure_ascii=False).encode() + b"\n"
 
 
-def fields_of_line(values: dict[str, Any], where: str) -> dict[str, Any]:
+def prompt_and_fields(value: Any, where: str) -> tuple[str | list[dict[str, Any]], dict[str, Any]]:
+    """A prompt, and of an object its other fields; the prompt is under the first of `PROMPT_KEYS` that it has.
+
+    Raises:
+        ValueError: the prompt is no text and no list of messages, or a line of JSON does not hold the fields; the
+            message begins with `where`.
+    """
+    prompt, fields = value, {}
+    if isinstance(value, dict):
+        key = next((key for key in PROMPT_KEYS if key in value), None)
+        require(key is not None, f"{where} has none of the fields {', '.join(PROMPT_KEYS)}; give one of them.")
+        prompt = value[key]
+        fields = _fields_of_line({name: other for name, other in value.items() if name != key}, where)
+    require(
+        isinstance(prompt, str) or is_chat(prompt),
+        f"{where} is {brief(prompt)}; give a text, or one or more messages, each with its role and content.",
+    )
+    return prompt, fields
+
+
+def _fields_of_line(values: dict[str, Any], where: str) -> dict[str, Any]:
     """The fields of a prompt's line as its result gives them back: those that it has of its own as "input_...".
 
     A ValueError for what a line of JSON does not hold.
@@ -222,14 +243,18 @@ class Results:
         with suppress(ValueError):
             earlier = json.loads(self.arguments_file.read())
         now = json.loads(json.dumps(arguments))
-        message = (
+        require(
+            isinstance(earlier, dict),
             f"{self.path} is there already, and {self.arguments_file.name} does not say what made it; name another "
+            "file.",
         )
-        require(isinstance(earlier, dict), f"{message}file.")
         for key in sorted(now.keys() | earlier.keys(), key=lambda key: (key == "do_sample", key)):
             # do_sample last, which a command adds to a temperature
-            message = f"{self.path} was made {_argument(earlier, key)}, now {_argument(now, key)}; give the same, or "
-            require(earlier.get(key) == now.get(key), f"{message}another file.")
+            require(
+                earlier.get(key) == now.get(key),
+                f"{self.path} was made {_argument(earlier, key)}, now {_argument(now, key)}; give the same, or "
+                "another file.",
+            )
 
     def read(self) -> None:
         """Read the lines of all files; the file of this process is made if it does not exist."""
@@ -244,9 +269,11 @@ class Results:
     def is_done(self, prompt: NumberedText) -> bool:
         """Whether there is a result of a prompt; a ValueError if there is one of another prompt of its index."""
         hashes = {lines.hash_at(prompt.index) for lines in self.all_lines} - {0}
-        message = f"prompt {prompt.index} is not the one that {self.path} has a result for; give the same prompts in "
-        message += "the same order, more of them after these, or another file."
-        require(hashes <= {hash_of(prompt.text)}, message)
+        require(
+            hashes <= {hash_of(prompt.text)},
+            f"prompt {prompt.index} is not the one that {self.path} has a result for; give the same prompts in the "
+            "same order, more of them after these, or another file.",
+        )
         return bool(hashes)
 
     def missing(self, prompts: Iterable[NumberedText]) -> Iterator[NumberedText]:
@@ -282,10 +309,14 @@ class Results:
         with self._opened() as file:
             lines.read(file)
             state = f"{self.path} has {lines.count} results for {self.num_prompts} prompts, "
-            message = f"{state}some of them for others; give the same prompts, or name another file."
-            require(len(lines.hashes) <= self.num_prompts, message)
-            message = f"{state}since some were removed meanwhile, or a process ended early; make the same call again."
-            require(lines.count == self.num_prompts, message)
+            require(
+                len(lines.hashes) <= self.num_prompts,
+                f"{state}some of them for others; give the same prompts, or name another file.",
+            )
+            require(
+                lines.count == self.num_prompts,
+                f"{state}since some were removed meanwhile, or a process ended early; make the same call again.",
+            )
             file.truncate(lines.end)
             os.fsync(file.fileno())
             if any(start > after for start, after in pairwise(lines.starts)):
@@ -309,9 +340,11 @@ class Results:
                 free_tries += 1
             except ValueError:  # the first process has it
                 free_tries = 0
-            message = f"the first process ended before {self.path} was complete; make the same call again."
             # more than once: a lock that is just made or given back may look free
-            require(free_tries < FREE_TRIES or not part.exists(), message)
+            require(
+                free_tries < FREE_TRIES or not part.exists(),
+                f"the first process ended before {self.path} was complete; make the same call again.",
+            )
 
     def _merge(self, part: Path) -> None:
         """Append the lines of another process, except those of prompts that have a result already."""
@@ -375,8 +408,10 @@ def check_results_path(path: Path) -> Path:
     option = f"out={str(path)!r}"
     require(path.is_file() or path.is_dir() or not path.exists(), f"{option} is a device; name a file.")
     check_out(path)
-    message = f"{option} is there already, and there is no {arguments_path.name} that says what made it; name another "
-    require(arguments_path.exists() or not _is_begun(path), f"{message}file.")
+    require(
+        arguments_path.exists() or not _is_begun(path),
+        f"{option} is there already, and there is no {arguments_path.name} that says what made it; name another file.",
+    )
     return arguments_path
 
 

@@ -1,6 +1,7 @@
 """What stands behind transformers' own server: requests that come together are decoded together by a pair.
 
-HTTP, parsing and templates are those of `transformers.cli.serving`; only its managers are replaced here.
+HTTP, parsing and templates are those of `transformers.cli.serving`. Its manager, which decodes, is replaced; its
+handlers and its state are extended, and so is what happens when a client disconnects.
 """
 
 import asyncio
@@ -10,7 +11,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from copy import copy
 from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -26,10 +26,11 @@ from hf_specx.engine.requests import CancelCriteria, Completion, Piece, Request
 
 TEXT_INPUTS = {"input_ids", "attention_mask"}
 MAKES_ROWS = ("num_beams", "num_return_sequences")
-BODY_FIELDS = ("seed", "response_format")  # which transformers' handlers do not put into a generation config
-BODY_FIELDS_ATTRIBUTE = "body_fields"  # of a generation config, which carries them
-COMPACT_JSON = {"x-guidance": {"whitespace_flexible": False}}  # small models go on with blanks for ever
-MAX_GRAMMARS = 64  # that are kept
+# Fields of a request's body that transformers' handlers do not put into the generation config. A manager gets nothing
+# else of the body, so that the config carries them to it, in an attribute.
+BODY_FIELDS = ("seed", "response_format")
+BODY_FIELDS_ATTRIBUTE = "body_fields"
+COMPACT_JSON = {"x-guidance": {"whitespace_flexible": False}}  # else small models emit white space without end
 NO_FORMAT = "give {'type': 'json_schema', 'json_schema': {'schema': ...}}, 'json_object' or 'text'."
 
 
@@ -68,7 +69,7 @@ class QueueManager(GenerateManager):
     Args:
         pair: a `DraftTargetPair` with a tokenizer; its strategy says how to draft.
         batch_size: rows that are decoded together.
-        seed: of the seeds of requests that bring none; None for other ones in each run.
+        seed: from which the seeds of requests without one follow; None for other ones in each run.
         **options: of `generate_many`, for all requests.
     """
 
@@ -80,7 +81,6 @@ class QueueManager(GenerateManager):
         self.attached = pair.strategy_for({}).attached(pair.target)
         self.attached.__enter__()
         self.waiting: SimpleQueue[ClientRequest | None] = SimpleQueue()
-        self.grammars: dict[str, Any] = {}  # by their schemas; requests use copies
         self.running: dict[int, ClientRequest] = {}  # by the number of the request in this `generate_many`
         self.is_stopped = False
         pieces = self._pieces()  # raises for what no request could have
@@ -123,7 +123,8 @@ class QueueManager(GenerateManager):
             inputs["stopping_criteria"] = [CancelCriteria(client_left.is_set)]
             answer = super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
             answering = asyncio.ensure_future(answer)
-            answering.add_done_callback(lambda done: done.cancelled() or done.exception())  # which nobody may ask for
+            # else asyncio logs an error after the client has left
+            answering.add_done_callback(lambda future: future.cancelled() or future.exception())
             try:
                 return await asyncio.shield(answering)  # which its thread brings to an end in any case
             finally:
@@ -218,24 +219,19 @@ class QueueManager(GenerateManager):
             schema = (response_format.get("json_schema") or {}).get("schema")
         is_known = kind in ("json_schema", "json_object") and isinstance(schema, dict)
         require(is_known, f"response_format={response_format} is unknown; {NO_FORMAT}")
-        key = json.dumps(COMPACT_JSON | schema)
-        if key not in self.grammars:
-            if len(self.grammars) == MAX_GRAMMARS:
-                self.grammars.clear()
-            self.grammars[key] = self._make_grammar(key)
-        return [copy(self.grammars[key])]  # it is used up by its text
+        return [self._grammar_backend.get_json_schema_logits_processor(json.dumps(COMPACT_JSON | schema))]
 
     @cached_property
-    def _make_grammar(self) -> Callable[[str], Any]:
-        """Makes processors of JSON schemas for this target: those of outlines on llguidance."""
+    def _grammar_backend(self) -> Any:
+        """What makes processors of JSON schemas, with the target's tokenizer: that of outlines on llguidance."""
         try:
             import outlines
-            from outlines.backends import get_json_schema_logits_processor
+            from outlines.backends import LLGuidanceBackend
+
+            return LLGuidanceBackend(outlines.from_transformers(self.pair.target, self.pair.tokenizer))
         except ImportError as error:
             message = "response_format needs outlines and llguidance; pip install outlines llguidance."
             raise ValueError(message) from error
-        model = outlines.from_transformers(self.pair.target, self.pair.tokenizer)
-        return lambda schema: get_json_schema_logits_processor("llguidance", model, schema)
 
     def _requests(self) -> Iterator[Request | None]:
         """What clients ask for, as it comes; it waits while nothing is decoded."""
@@ -285,8 +281,7 @@ def _error_of(piece: Piece | Exception) -> str:
     """What went wrong, as far as it is known; empty if nothing did."""
     if isinstance(piece, Exception):
         return str(piece)
-    error = None if piece.finished is None else piece.finished.error
-    return "" if error is None else error.partition(": ")[2]  # without the number of the request
+    return piece.finished.error or "" if piece.finished is not None else ""
 
 
 class PairState(GenerationState):

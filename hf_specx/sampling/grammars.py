@@ -20,7 +20,7 @@ BITS = (torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu"
 BYTES = BITS.view(torch.int64).flatten()  # [256], eight bools in one number, so that they are copied together
 OUTLINES_ROLLBACK = 4096  # tokens that an outlines guide can take back; by default 32
 LARGEST_VOCABULARY = 1 << 22
-MOST_IN_A_ROUND = 1024  # candidates of a branch
+MAX_BRANCH_CANDIDATES = 1024  # more than a round has on one branch
 
 
 class Matchers:
@@ -210,7 +210,7 @@ class PrefixFunction:
                 masks[number, allowed.cpu() if isinstance(allowed, torch.Tensor) else allowed] = True
             except Exception as error:  # raised later, and only if this candidate is accepted
                 for key in list(self.prefix_errors):  # of rounds that are long over
-                    if key[0] == row and len(key[1]) < len(emitted) - MOST_IN_A_ROUND:
+                    if key[0] == row and len(key[1]) < len(emitted) - MAX_BRANCH_CANDIDATES:
                         del self.prefix_errors[key]
                 self.prefix_errors[row, tuple(emitted)] = error
         return masks

@@ -25,6 +25,12 @@ class ReplayedNoise:
     generator are kept, so that any draw can be repeated, and so that the default generator can be left as `generate`
     leaves it. A draw is kept for rows that will need it within `window` columns, or fewer if that would take more than
     `MAX_NOISE_BYTES`.
+
+    Attributes:
+        generator_states: of the `generator`, by the emitted column that it draws next; `newest_state` is the last one.
+        next_column: the column that the generator would draw now; -1 if that is not known.
+        drawn: of each row noise [V] that is kept, by emitted column.
+        like: an empty tensor with V columns and the dtype and device of the latest noise.
     """
 
     def __init__(self, rows: int, device: torch.device, window: int, seed: int | None = None):
@@ -32,10 +38,10 @@ class ReplayedNoise:
         self.latest = LATEST_STATES if seed is None else min(LATEST_STATES, LATEST_STATES_OF_ROW)
         self.generator = torch.Generator(device)
         source = default_generator(device) if seed is None else self.generator.manual_seed(int(seed))
-        # of `generator`, by the emitted column that it draws next
         self.generator_states: dict[int, torch.Tensor] = {0: source.get_state()}
-        self.next_column = -1  # the column that it would draw now; -1 if it is in no such state
-        self.drawn: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by emitted column
+        self.newest_state = 0
+        self.next_column = -1
+        self.drawn: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]
 
     def vectors_at(
         self, rows: list[int], counts: list[int], probs: torch.Tensor, ahead: int, dtype: torch.dtype | None = None
@@ -48,26 +54,35 @@ class ReplayedNoise:
             dtype: of the probabilities in `generate`, which is that of the noise; by default the dtype of `probs`.
         """
         self.like = probs.new_empty(0, probs.shape[-1], dtype=dtype)
-        if self.rows == 1 and ahead + probs.shape[1] == 1 and not any(self.drawn):
+        end = ahead + probs.shape[1]
+        if self.rows == 1 and end == 1 and not any(self.drawn):
             return self._draw(counts[0])[:, None]  # no row needs it again
-        end, column_bytes = ahead + probs.shape[1], self.rows * probs.shape[-1] * probs.element_size()
+        wanted = [(row, counts[row] + i) for row in rows for i in range(ahead, end)]  # in the order of [R, P]
+        self._draw_missing({column for row, column in wanted if column not in self.drawn[row]}, rows, counts, end)
+        noise = torch.stack([self.drawn[row][column] for row, column in wanted]).view_as(probs)
+        self._forget_emitted(rows, counts)
+        return noise
+
+    def _draw_missing(self, columns: set[int], rows: list[int], counts: list[int], end: int) -> None:
+        """Draw columns, and keep each for the rows that need it soon: at least within `end` columns of their ends."""
+        column_bytes = self.rows * self.like.shape[1] * self.like.element_size()
         window = max(min(self.window, MAX_NOISE_BYTES // column_bytes), end)
-        cells = [(row, counts[row] + i) for row in rows for i in range(ahead, end)]
-        missing = {column for row, column in cells if column not in self.drawn[row]}
-        for column in sorted(missing):
+        for column in sorted(columns):
             vectors = self._draw(column)
             for row in rows:
                 if 0 <= column - counts[row] < window:
                     self.drawn[row][column] = vectors[row].clone()  # a view would keep the noise of all rows
-        noise = torch.stack([self.drawn[row][column] for row, column in cells]).view_as(probs)
+
+    def _forget_emitted(self, rows: list[int], counts: list[int]) -> None:
+        """Drop the noise of tokens that were emitted, and all that of rows that are not among the decoding ones."""
         for row, vectors_of_row in enumerate(self.drawn):
-            first = counts[row] if row in rows else sys.maxsize  # a row that has left needs none
+            first = counts[row] if row in rows else sys.maxsize
             for column in [column for column in vectors_of_row if column < first]:
                 del vectors_of_row[column]
-        return noise
 
     def _draw(self, column: int) -> torch.Tensor:
-        start = next(t for t in range(column, -1, -1) if t in self.generator_states)
+        """The noise [B, V] of an emitted column, drawn from the nearest state before it that was kept."""
+        start = next(earlier for earlier in range(column, -1, -1) if earlier in self.generator_states)
         if not start <= self.next_column <= column:
             self.generator.set_state(self.generator_states[start])
             self.next_column = start
@@ -75,7 +90,8 @@ class ReplayedNoise:
             vectors = self.like.new_empty(self.rows, self.like.shape[-1])
             vectors.exponential_(generator=self.generator)
             self.next_column += 1
-            if self.next_column > next(reversed(self.generator_states)):
+            if self.next_column > self.newest_state:
+                self.newest_state = self.next_column
                 self.generator_states[self.next_column] = self.generator.get_state()
                 old = self.next_column - self.latest
                 if old % STATE_EVERY:

@@ -74,7 +74,7 @@ class RowProcessors(Processors):
 
     def __init__(self, processors: Sequence[Processor], eos_token_ids: Set[int] = frozenset()):
         super().__init__(processors, eos_token_ids)
-        self.settings = [settings_of(processor) for processor in self.applied]
+        self.settings = [comparison_key(processor) for processor in self.applied]
         self.num_before_warpers = len(self.applied)
         while self.num_before_warpers and _is_warper(self.applied[self.num_before_warpers - 1]):
             self.num_before_warpers -= 1
@@ -185,17 +185,17 @@ class GroupPrefixes(Prefixes):
 class RequestProcessors(Processors):
     """The processors of all rows of a queue's batch, each applied to the logits of its own row, stage by stage."""
 
-    def __init__(self, row_states: Sequence[RowState], eos_token_ids: Set[int], limit: tuple[int, str] = NO_LIMIT):
-        """`row_states` are the batch's, each with its `RowProcessors`; `limit` is as in `Processors`."""
-        self.row_states, self.eos_token_ids, self.limit = row_states, eos_token_ids, limit
+    def __init__(self, batch: Batch, eos_token_ids: Set[int], limit: tuple[int, str] = NO_LIMIT):
+        """Each `RowState` of the batch has its `RowProcessors`; `limit` is as in `Processors`."""
+        self.batch, self.eos_token_ids, self.limit = batch, eos_token_ids, limit
         self.applied: list[Any] = []
         self.prefix_errors = ChainMap[tuple[int, tuple[int, ...]], Exception]()
         self.plan: GroupingPlan | None = None
 
     @property
     def of_rows(self) -> list[RowProcessors]:
-        """The processors of each row that is in the batch now."""
-        return [row_state.processors for row_state in self.row_states]
+        """The processors of each row that decodes; those of rows that have left limit nobody."""
+        return [self.batch.row_states[row].processors for row in self.batch.rows]
 
     @property
     def max_rollback(self) -> int:  # type: ignore[override]
@@ -357,14 +357,14 @@ def _first_columns(processors: list[Any], pads: list[int]) -> tuple[int, ...] | 
     return (0,) * len(pads) if kind is SYNTHID else None  # which reads emitted tokens alone, behind all prompts
 
 
-def settings_of(processor: Any) -> Hashable | None:
+def comparison_key(processor: Any) -> Hashable | None:
     """A key that is equal for processors that give the same, but for lengths; None for types that are not compared.
 
     A setting that cannot be compared is equal to itself alone.
     """
     kind = type(processor)
     if kind is TopTokensWarper:
-        return kind, tuple(map(settings_of, processor.warpers))
+        return kind, tuple(map(comparison_key, processor.warpers))
     if kind not in GROUPABLE and kind not in WARPERS:
         return None
     ignored = LENGTH_SETTINGS.get(kind, ())

@@ -170,13 +170,13 @@ class Positions:
         return Prefixes(self.batch, self.ahead, self.num_positions, self.processors.cache)
 
     @cached_property
-    def cells(self) -> dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]]:
+    def prefix_groups(self) -> dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]]:
         """(row index, position, candidates before it) of each prefix that `generate` could come to.
 
-        They are by how many emitted tokens the prefix has; in a tree, where a row has several of one length, also by
-        their number among these.
+        A group has prefixes with equally many emitted tokens, and one of a row: in a tree, where a row has several of
+        one length, each is in another group.
         """
-        batch, cells = self.batch, dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]]()
+        batch, prefix_groups = self.batch, dict[tuple[int, int], list[tuple[int, int, tuple[int, ...]]]]()
         for index, candidates in enumerate(batch.candidates(self.ahead + self.num_positions - 1)):
             row, num_of_length = batch.rows[index], Counter[int]()
             last = self.num_positions - 1 if self.draft is None else self.draft.lengths[index]
@@ -185,9 +185,9 @@ class Positions:
                 count = batch.counts[row] + len(before)
                 has_not_ended = self.processors.eos_token_ids.isdisjoint(before)
                 if has_not_ended and count < batch.row_states[row].limit:
-                    cells.setdefault((count, num_of_length[count]), []).append((index, position, before))
+                    prefix_groups.setdefault((count, num_of_length[count]), []).append((index, position, before))
                     num_of_length[count] += 1
-        return cells
+        return prefix_groups
 
     def apply(self, processor: Any, scores: torch.Tensor) -> torch.Tensor:
         """The scores [R, P, V] that one processor makes of these."""
@@ -201,12 +201,9 @@ class Positions:
         return self._by_length(processor, scores) if result is None else result
 
     def _by_length(self, processor: Any, scores: torch.Tensor) -> torch.Tensor:
-        """One call of a stateless processor for each prefix length among the cells of scores [R, P, V].
-
-        In a tree one for each set of prefixes that are of as many rows.
-        """
+        """One call of a stateless processor for each of the `prefix_groups` of scores [R, P, V]."""
         batch, result = self.batch, scores.clone()
-        for (emitted, _), members in self.cells.items():
+        for (emitted, _), members in self.prefix_groups.items():
             numbers = [(index, position) for index, position, _ in members]
             index, position = to_device_async(numbers, scores.device).unbind(-1)
             row, prefix = batch.index[index], batch.prefix(emitted)
@@ -221,13 +218,13 @@ class Positions:
 
     def _on_branches(self, prefix: torch.Tensor, members: list[tuple[int, int, tuple[int, ...]]]) -> torch.Tensor:
         """Prefixes [B, n] that end with the candidates before each member, of which each is in a row of its own."""
-        batch, width, cells = self.batch, prefix.shape[1], []
+        batch, width, places = self.batch, prefix.shape[1], []
         for index, _, before in members:
             row, first = batch.rows[index], width - len(before)
-            cells += [(row, first + number, token) for number, token in enumerate(before)]
-        if not cells:
+            places += [(row, first + number, token) for number, token in enumerate(before)]
+        if not places:
             return prefix
-        rows, columns, tokens = to_device_async(cells, prefix.device).unbind(-1)
+        rows, columns, tokens = to_device_async(places, prefix.device).unbind(-1)
         return prefix.index_put((rows, columns), tokens)
 
 

@@ -189,7 +189,7 @@ class Stopping:
         return max(stop for stop in stops if stop is not None)
 
     def row_errors(
-        self, done: Round, prefix_errors: Mapping[tuple[int, tuple[int, ...]], Exception]
+        self, round_: Round, prefix_errors: Mapping[tuple[int, tuple[int, ...]], Exception]
     ) -> dict[int, Exception]:
         """The errors that `generate` would raise for rows in which no token can come next, by row.
 
@@ -199,9 +199,9 @@ class Stopping:
         Args:
             prefix_errors: those of `prefix_allowed_tokens_fn`, see `Processors`.
         """
-        batch = done.batch
-        for index, row in enumerate(done.rows):
-            self._note_dead_end(done, index, batch.row_states[row], prefix_errors)
+        batch = round_.batch
+        for index, row in enumerate(round_.rows):
+            self._note_dead_end(round_, index, batch.row_states[row], prefix_errors)
         dead_ends = {}
         for row, row_state in enumerate(batch.row_states):
             if row_state.dead_end is not None:
@@ -213,15 +213,15 @@ class Stopping:
 
     @staticmethod
     def _note_dead_end(
-        done: Round, index: int, row_state: RowState, prefix_errors: Mapping[tuple[int, tuple[int, ...]], Exception]
+        round_: Round, index: int, row_state: RowState, prefix_errors: Mapping[tuple[int, tuple[int, ...]], Exception]
     ) -> None:
         """Set `dead_end` of a row, by its row index, if no token can follow some that it has emitted in this round."""
-        row, before, emitted = done.rows[index], done.emitted_before[index], done.emitted[index]
+        row, before, emitted = round_.rows[index], round_.emitted_before[index], round_.emitted[index]
         for count in range(before, before + emitted) if prefix_errors else ():
             error = prefix_errors.get((row, tuple(row_state.emitted_ids[:count])))
             if row_state.dead_end is None and error is not None:
                 row_state.dead_end = count, error
-        position = done.undefined[index]
+        position = round_.undefined[index]
         count = before + position
         if position < emitted and (row_state.dead_end is None or count < row_state.dead_end[0]):
             message = (

@@ -13,11 +13,11 @@ from hf_specx.common.round import Draft, Verdict
 from hf_specx.common.tree import at_nodes
 
 from .noise import ReplayedNoise
-from .verify import pick, race, verify_block, verify_match, verify_token, verify_tree
+from .verify import sample_exponential_race, sample_inverse_cdf, verify_block, verify_match, verify_token, verify_tree
 
 
-Choice = tuple[torch.Tensor, torch.Tensor | None]
-PURPOSES = ("drafting", "accepting", "choosing")  # of random numbers under rejection
+Drawn = tuple[torch.Tensor, torch.Tensor | None]  # candidates, and the distribution they were drawn from, if any
+PURPOSES = ("drafting", "accepting", "next token")  # of random numbers under rejection
 
 
 class Verifier:
@@ -46,23 +46,23 @@ class Verifier:
         """The source of random numbers for a row with this seed, or with None for all rows; greedy needs none."""
         return None
 
-    def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
+    def draw_candidates(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Drawn:
         """The next candidate of each row, drawn from the draft's processed scores [R, V].
 
         Args:
             ahead: how many candidates each row has already.
-            lengths: [R], how many candidates each row is to have; what is chosen beyond that is not used.
+            lengths: [R], how many candidates each row is to have; what is drawn beyond that is not used.
 
         Returns:
             The candidates [R], and the distribution [R, V] that they were drawn from; None if they were not drawn.
         """
         raise NotImplementedError
 
-    def rank(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Choice:
-        """The `count` best candidates of each row [R, count], best first, and the distribution, as in `choose`.
+    def top_candidates(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Drawn:
+        """The `count` best candidates of each row [R, count], best first, and q, as in `draw_candidates`.
 
         Of scores [R, n, V] at n nodes of a tree, all behind `ahead` candidates, it is [R, n, count]. Where there are
-        more than one, only a verifier can judge them that goes by the target's own choice.
+        more than one, only a verifier can judge them that goes by the target's own tokens.
         """
         raise NotImplementedError
 
@@ -77,17 +77,18 @@ class Verifier:
 class GreedyVerifier(Verifier):
     """Both models take their argmax."""
 
-    def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
+    def draw_candidates(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Drawn:
         return scores.argmax(-1), None
 
-    def rank(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Choice:
+    def top_candidates(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Drawn:
         return scores.topk(count).indices, None
 
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
-        choices = scores.argmax(-1)
+        target_tokens = scores.argmax(-1)
         tokens, first = draft.first_choices().tokens, None if batch.tree is None else batch.tree.first_choice_nodes
-        overlap = (tokens == at_nodes(choices, first)[:, : tokens.shape[1]]).float()
-        return match_choices(batch, draft, choices, overlap, torch.zeros_like(choices, dtype=torch.bool))
+        overlap = (tokens == at_nodes(target_tokens, first)[:, : tokens.shape[1]]).float()
+        undefined = torch.zeros_like(target_tokens, dtype=torch.bool)
+        return match_target_tokens(batch, draft, target_tokens, overlap, undefined)
 
 
 class RejectionVerifier(Verifier):
@@ -108,21 +109,21 @@ class RejectionVerifier(Verifier):
         seeds = torch.randint(2**62, (len(PURPOSES),), generator=source, device=device).tolist()
         return {name: torch.Generator("cpu").manual_seed(each) for name, each in zip(PURPOSES, seeds, strict=True)}
 
-    def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
+    def draw_candidates(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Drawn:
         probs, _ = distribution(scores)
-        return pick(probs, self.uniforms("drafting", batch, 1, lengths, ahead)[:, 0]), probs
+        return sample_inverse_cdf(probs, self.uniforms("drafting", batch, 1, lengths, ahead)[:, 0]), probs
 
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         probs, undefined = distribution(scores)
         rows, max_length = draft.tokens.shape
-        choice = self.uniforms("choosing", batch, 1, [1] * rows)[:, 0]
+        next_uniform = self.uniforms("next token", batch, 1, [1] * rows)[:, 0]
         if not max_length:
-            return without_candidates(pick(probs[:, 0], choice), undefined)
+            return without_candidates(sample_inverse_cdf(probs[:, 0], next_uniform), undefined)
         draft_probs = draft.probs
         if draft_probs is None:  # all of q is at the candidate: x is kept with probability p(x)
             draft_probs = torch.zeros_like(probs[:, :-1]).scatter_(-1, draft.tokens[..., None], 1)
         uniforms = self.uniforms("accepting", batch, max_length, draft.lengths)
-        verdict = self.algorithm(draft.tokens, draft_probs, probs, uniforms, choice, draft.is_candidate)
+        verdict = self.algorithm(draft.tokens, draft_probs, probs, uniforms, next_uniform, draft.is_candidate)
         return verdict._replace(overlap=overlaps(probs, draft), undefined=undefined)
 
     def uniforms(self, purpose: str, batch: Batch, count: int, lengths: list[int], first: int = 0) -> torch.Tensor:
@@ -143,10 +144,11 @@ class RejectionVerifier(Verifier):
 
 
 class CoupledVerifier(Verifier):
-    """Draft and target draw by `race` with the same noise: that of plain `generate` from its default generator.
+    """Draft and target draw by an exponential race with the same noise: that of plain `generate`.
 
-    It is drawn for all `rows` of the batch, finished ones too; `window` is as in `ReplayedNoise`. If `seeded`, a row
-    gets the noise that `generate` would draw for it in a batch of one under its seed.
+    It comes from the default generator, for all `rows` of the batch, finished ones too; `window` is as in
+    `ReplayedNoise`. If `seeded`, a row gets the noise that `generate` would draw for it in a batch of one under its
+    seed.
     """
 
     def __init__(self, rows: int, device: torch.device, window: int, seeded: bool = False):
@@ -180,28 +182,28 @@ class CoupledVerifier(Verifier):
             noise.append(replayed.vectors_at([0], [batch.counts[row]], row_probs, ahead, self.target_dtype))
         return torch.cat(noise)
 
-    def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
+    def draw_candidates(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Drawn:
         probs, _ = distribution(scores)
-        return race(probs, self.noise(batch, probs[:, None], ahead)[:, 0]), probs
+        return sample_exponential_race(probs, self.noise(batch, probs[:, None], ahead)[:, 0]), probs
 
-    def rank(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Choice:
+    def top_candidates(self, batch: Batch, scores: torch.Tensor, ahead: int, count: int) -> Drawn:
         probs, _ = distribution(scores)
-        noise = self._noise_at(batch, probs.view(len(probs), -1, probs.shape[-1])[:, :1], ahead)
-        weights = probs / noise.view(-1, *[1] * (probs.ndim - 2), probs.shape[-1])
+        of_nodes = probs.view(len(probs), -1, probs.shape[-1])  # [R, n, V]; n is 1 for scores [R, V]
+        weights = of_nodes / self._noise_at(batch, of_nodes[:, :1], ahead)  # all nodes are at one position
         greedy = [batch.row_states[row].greedy for row in batch.rows]
         if any(greedy):  # all but one of the probabilities are 0 there
-            is_greedy = to_device_async(greedy, probs.device).view(-1, *[1] * (probs.ndim - 1))
-            weights = torch.where(is_greedy, scores, weights)
-        return weights.topk(count).indices, probs
+            is_greedy = to_device_async(greedy, probs.device)[:, None, None]
+            weights = torch.where(is_greedy, scores.view_as(weights), weights)
+        return weights.topk(count).indices.view(*scores.shape[:-1], count), probs
 
     def verify(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Verdict:
         probs, undefined = distribution(scores)
         self.target_dtype = probs.dtype  # the draft's may be another; the first round has no candidates
-        choices = race(probs, self.noise(batch, probs, 0))
+        target_tokens = sample_exponential_race(probs, self.noise(batch, probs, 0))
         if not draft.tokens.shape[1]:
-            return without_candidates(choices[:, 0], undefined)
+            return without_candidates(target_tokens[:, 0], undefined)
         first = None if batch.tree is None else batch.tree.first_choice_nodes
-        return match_choices(batch, draft, choices, overlaps(at_nodes(probs, first), draft), undefined)
+        return match_target_tokens(batch, draft, target_tokens, overlaps(at_nodes(probs, first), draft), undefined)
 
     def finish(self, columns: int) -> None:
         if not self.seeded:
@@ -230,14 +232,14 @@ def distribution(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return probs, undefined
 
 
-def match_choices(
-    batch: Batch, draft: Draft, choices: torch.Tensor, overlap: torch.Tensor, undefined: torch.Tensor
+def match_target_tokens(
+    batch: Batch, draft: Draft, target_tokens: torch.Tensor, overlap: torch.Tensor, undefined: torch.Tensor
 ) -> Verdict:
-    """The verdict on a chain or a tree by the target's own choices [R, K + 1] after each node."""
+    """The verdict on a chain or a tree by the target's own tokens [R, K + 1] after each node."""
     if batch.tree is None:
-        verdict = verify_match(draft.tokens, choices, draft.is_candidate)
+        verdict = verify_match(draft.tokens, target_tokens, draft.is_candidate)
     else:
-        verdict = verify_tree(draft.tokens, choices, batch.tree, draft.is_candidate)
+        verdict = verify_tree(draft.tokens, target_tokens, batch.tree, draft.is_candidate)
     return verdict._replace(overlap=overlap, undefined=at_nodes(undefined, verdict.path_nodes))
 
 

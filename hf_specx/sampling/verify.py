@@ -3,51 +3,11 @@
 Pure tensor functions: all randomness comes in as arguments, and nothing here knows a model, a cache or a text. Their
 verdicts leave `overlap` and `undefined` to the `Verifier`, since these are the same for all ways to verify.
 
-Glossary (one meaning each, everywhere in this package):
-    target: the model whose distribution the text must have.
-    draft: what proposes tokens: a smaller model, the target's first layers, or the text itself; see `drafting`.
-    candidate: a drafted token that is not judged yet.
-    round: draft, one target forward, verify; without candidates a plain step.
-    step: one forward for one more token of each row, of the draft (a draft step) or of the target (a plain step).
-    tree: candidates of which several may follow the same token; each but the first ones has a parent among them.
-    node: what a token can follow: node 0 is the last emitted token, node i + 1 candidate i. Where nodes are counted,
-        as in `tree=16`, node 0 is left out.
-    comb: the chain of first choices with next best ones beside it, which nothing follows.
-    rank: of a candidate among its siblings, best first; the draft's first choice has rank 0.
-    chain of first choices: the candidates of rank 0 from the last emitted token on; of a chain these are all.
-    judged candidate: one whose predecessors in its round were all accepted; nothing is judged behind a rejection.
-    accepted token: a candidate that verification kept.
-    recovered token: drawn from the residual, after a rejection.
-    bonus token: drawn from the target, after all candidates were accepted.
-    forced token: the only one that masks allow at its position; a candidate that takes no step of the draft.
-    verdict: what verification says of a round: how many candidates are accepted, and the token after them.
-    residual: norm(max(0, p - q)), the probability that the target gives beyond the draft.
-    emitted token: an accepted, recovered or bonus token that is part of the text; a stop may cut the others.
-    rollback: taking rejected candidates out of caches, states and masks.
-    layout: how rows of unequal length share one batch and one cache; one of the next four.
-    ragged: each row has slots of its own and ends where it ends, as under continuous batching; a mask hides the rest.
-    padded: all rows end in one slot, behind pads on their left.
-    packed: the rows lie one after another in a batch of one, as texts are packed for training.
-    lockstep: all rows advance by as many tokens as the row that accepted fewest.
-    row: one text of the batch. A variable `row` is its number, 0 to B - 1, for the whole call; its `RowState` is a
-        `row_state`.
-    row index: the index of a row among the R that still decode, in tensors [R, ...].
-    refill: a row of a queue that has replaced one that had ended.
-    column: an index into the output of `generate`, in which prompts are padded on the left.
-    slot: an index into a cache.
-    position: the number of a token in its row's text, as position embeddings see it; also, of a round, which of its P
-        scored tokens.
-    ahead: how many candidates lie between the end of a row and what is asked for.
-    feed: compute the keys and values of a token, which stay in the cache, and its logits.
-    plain: `generate` of transformers without a draft; assisted: with its `assistant_model=`.
-    p, q: distribution of the target and of the draft, both after every logits processor; a candidate was drawn from
-        exactly q.
-    alpha: the mean of sum_x min(p, q) over judged candidates.
-    cost coefficient: c, the time of a draft step over that of a target step.
-    gamma: `num_draft_tokens`, the number of candidates of a round.
-
-Shapes: B rows of the batch, R rows still decoding, K candidates of a row, P positions scored (K + 1 where all
-candidates are), L prefix length (in columns), V vocabulary.
+Symbols: p and q are the distributions of the target and of the draft, both after every logits processor; a candidate
+was drawn from exactly q. After a rejection comes a recovered token, drawn from the residual norm(max(0, p - q)); after
+all candidates a bonus token, drawn from p. Of a tree, node 0 is the last emitted token and node i + 1 is candidate i.
+R rows that still decode, K candidates of a row, D candidates on the longest branch, V tokens of the vocabulary. All
+other words of the package: .github/GLOSSARY.md of its repository.
 """
 
 import itertools
@@ -63,8 +23,8 @@ def verify_token(
     draft_probs: torch.Tensor,
     target_probs: torch.Tensor,
     uniforms: torch.Tensor,
-    choice: torch.Tensor,
-    proposed: torch.Tensor | None = None,
+    next_uniform: torch.Tensor,
+    is_candidate: torch.Tensor | None = None,
 ) -> Verdict:
     """Token verification: Algorithm 1 of Leviathan et al. 2022 (arXiv 2211.17192).
 
@@ -75,25 +35,25 @@ def verify_token(
         draft_probs: [R, K, V], q.
         target_probs: [R, K + 1, V], p; the last position is the one after all candidates.
         uniforms: [R, K] float64 in [0, 1), independent of the draft's random numbers.
-        choice: [R] float64 in [0, 1), independent of these and of `uniforms`; draws the next token.
-        proposed: [R, K] bool, the leading ones of each row that are candidates; None if all are. After them q is 0:
-            the next token of a row that keeps them all is drawn from p, at the row's own length.
+        next_uniform: [R] float64 in [0, 1), independent of these and of `uniforms`; draws the next token.
+        is_candidate: [R, K] bool, true up to each row's length, as in `Draft`; None if everywhere. After that q is 0:
+            the next token of a row that keeps all its candidates is drawn from p, at the row's own length.
     """
     num_candidates = candidates.shape[1]
     p = _probs_of(candidates, target_probs[:, :-1])  # [R, K]
     q = _probs_of(candidates, draft_probs)
     passed = uniforms * q < p  # strict: u may be 0, and a token with p = 0 must never pass
-    if proposed is not None:
-        passed &= proposed
+    if is_candidate is not None:
+        passed &= is_candidate
     accepted = _leading(passed).sum(-1)
     target = _at_position(accepted, target_probs)  # [R, V]
     residual = target
     if num_candidates:
-        all_accepted = accepted == (num_candidates if proposed is None else proposed.sum(-1))
+        all_accepted = accepted == (num_candidates if is_candidate is None else is_candidate.sum(-1))
         draft = _at_position(accepted.clamp(max=num_candidates - 1), draft_probs)
         residual = (target - draft.masked_fill_(all_accepted[:, None], 0)).clamp_(min=0)
-    acceptance = (p.double() / q).clamp(max=1).cumprod(-1)
-    return Verdict(accepted, _draw(residual, target, choice), acceptance)
+    prefix_acceptance = (p.double() / q).clamp(max=1).cumprod(-1)
+    return Verdict(accepted, _draw(residual, target, next_uniform), prefix_acceptance)
 
 
 def verify_block(
@@ -101,8 +61,8 @@ def verify_block(
     draft_probs: torch.Tensor,
     target_probs: torch.Tensor,
     uniforms: torch.Tensor,
-    choice: torch.Tensor,
-    proposed: torch.Tensor | None = None,
+    next_uniform: torch.Tensor,
+    is_candidate: torch.Tensor | None = None,
 ) -> Verdict:
     """Block verification: Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444).
 
@@ -111,8 +71,8 @@ def verify_block(
     candidate needs no case of its own: with q = 0 there, Z = h = p_K and the residual is p.
     Arguments as in `verify_token`.
     """
-    if proposed is not None:
-        draft_probs = draft_probs.masked_fill(~proposed[..., None], 0)
+    if is_candidate is not None:
+        draft_probs = draft_probs.masked_fill(~is_candidate[..., None], 0)
     p = _probs_of(candidates, target_probs[:, :-1])  # [R, K]
     q = _probs_of(candidates, draft_probs)
     log_ratios = p.double().log() - q.double().log()
@@ -125,54 +85,56 @@ def verify_block(
     # 0 / 0 only where p = q; then a later index always passes, so a NaN, which nothing is less than, changes nothing
     h = z / (z + 1 - p_i)
     passed = torch.nn.functional.pad(uniforms, (1, 0)) < h
-    if proposed is not None:  # q is 0 there, which makes h NaN; that must not be what it depends on
-        passed &= torch.nn.functional.pad(proposed, (1, 0), value=True)
+    if is_candidate is not None:  # q is 0 there, which makes h NaN; that must not be what it depends on
+        passed &= torch.nn.functional.pad(is_candidate, (1, 0), value=True)
     index = torch.arange(passed.shape[1], device=passed.device)
     accepted = (passed * index).amax(-1)  # the last one that passes counts, not the first that fails
     residual = _at_position(accepted, residuals)
     target = _at_position(accepted, target_probs)
-    return Verdict(accepted, _draw(residual, target, choice), p_i[:, 1:])
+    return Verdict(accepted, _draw(residual, target, next_uniform), p_i[:, 1:])
 
 
-def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Verdict:
-    """Accept candidates while they equal the target's own choices; exact however they were drafted.
+def verify_match(
+    candidates: torch.Tensor, target_tokens: torch.Tensor, is_candidate: torch.Tensor | None = None
+) -> Verdict:
+    """Accept candidates while they equal the target's own tokens; exact however they were drafted.
 
-    For greedy and coupled verification: `choices` [R, K + 1] int64 is the target's argmax of p, or of p / E.
+    For greedy and coupled verification: `target_tokens` [R, K + 1] int64 is the target's argmax of p, or of p / E.
     """
-    matches = candidates == choices[:, :-1]
-    if proposed is not None:
-        matches &= proposed
+    matches = candidates == target_tokens[:, :-1]
+    if is_candidate is not None:
+        matches &= is_candidate
     is_accepted = _leading(matches)
     accepted = is_accepted.sum(-1)
-    return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], is_accepted)
+    return Verdict(accepted, target_tokens.gather(1, accepted[:, None])[:, 0], is_accepted)
 
 
 def verify_tree(
-    candidates: torch.Tensor, choices: torch.Tensor, tree: Tree, proposed: torch.Tensor | None = None
+    candidates: torch.Tensor, target_tokens: torch.Tensor, tree: Tree, is_candidate: torch.Tensor | None = None
 ) -> Verdict:
-    """Go from the last emitted token to the child that is the target's own choice, until there is none.
+    """Go from the last emitted token to the child that is the target's own token there, until there is none.
 
-    As in `verify_match`, which does the same in a chain, every emitted token is the target's own choice, so this is
-    exact for any tree. `choices` [R, K + 1] are those after each node, under coupled verification by the noise of the
+    As in `verify_match`, which does the same in a chain, every emitted token is the target's own, so this is exact for
+    any tree. `target_tokens` [R, K + 1] are those after each node, under coupled verification by the noise of the
     node's position.
 
-    A node is reached if all on the way to it are the target's choices. Siblings have different tokens, so the reached
-    nodes are one path, and the deepest of them is where the walk ends.
+    A candidate matches if it is the target's token after its parent, and a node is reached if it and all on the way to
+    it match. Siblings have different tokens, so the reached nodes are one path, and the walk ends at the deepest.
     """
-    is_choice = candidates == choices.gather(1, tree.parent_nodes)  # [R, K], of the node before
-    if proposed is not None:
-        is_choice &= proposed
-    is_choice = torch.nn.functional.pad(is_choice, (1, 0), value=True)  # [R, K + 1]; node 0 is always reached
-    is_reached = (is_choice[:, None] | ~tree.node_mask).all(-1)
+    is_match = candidates == target_tokens.gather(1, tree.parent_nodes)  # [R, K]
+    if is_candidate is not None:
+        is_match &= is_candidate
+    is_match = torch.nn.functional.pad(is_match, (1, 0), value=True)  # [R, K + 1]; node 0 is always reached
+    is_reached = (is_match[:, None] | ~tree.node_mask).all(-1)
     last_node = (is_reached * (1 + tree.node_depths)).argmax(-1, keepdim=True)  # [R, 1]
     path_nodes = at_nodes(tree.node_paths, last_node)[:, 0]
     accepted = tree.node_depths.gather(1, last_node)[:, 0]
-    next_token = choices.gather(1, last_node)[:, 0]
-    acceptance = is_reached.gather(1, tree.first_choice_nodes)[:, 1:].long()
-    return Verdict(accepted, next_token, acceptance, path_nodes=path_nodes)
+    next_token = target_tokens.gather(1, last_node)[:, 0]
+    prefix_acceptance = is_reached.gather(1, tree.first_choice_nodes)[:, 1:].long()
+    return Verdict(accepted, next_token, prefix_acceptance, path_nodes=path_nodes)
 
 
-def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
+def sample_exponential_race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
     """Draw tokens from `probs` [..., V] by an exponential race, as `torch.multinomial(probs, 1)` does: int64 [...].
 
     With the same Exp(1) noise [..., V] two similar distributions mostly give the same token, which couples draft and
@@ -181,14 +143,14 @@ def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
     return (probs / exponentials).argmax(-1)
 
 
-def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def sample_inverse_cdf(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Draw tokens from unnormalised weights [R, V] by inverting their cumulative sum: int64 [R].
 
-    It needs one random number a row, [R] float64 in [0, 1), where a race needs V, and on a CPU these take most of the
-    time of a draw. As 1 is excluded, a weight of 0 is never drawn.
+    It needs one random number a row, [R] float64 in [0, 1), where an exponential race needs V, and on a CPU these take
+    most of the time of a draw. As 1 is excluded, a weight of 0 is never drawn.
     """
     if forbids_cumsum(weights):
-        return pick_by_halves(weights, uniforms)
+        return sample_inverse_cdf_by_halves(weights, uniforms)
     sums = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)[:, 0]
 
@@ -205,8 +167,8 @@ def running_sums(values: torch.Tensor) -> torch.Tensor:
     return values.cumsum(-1)
 
 
-def pick_by_halves(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Draw tokens as `pick` does, up to rounding at their edges: by the sums of ever smaller runs of weights."""
+def sample_inverse_cdf_by_halves(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """What `sample_inverse_cdf` draws, up to rounding at its edges: by the sums of ever smaller runs of weights."""
     size = 1 << (weights.shape[1] - 1).bit_length()
     sums = [torch.nn.functional.pad(weights.double(), (0, size - weights.shape[1]))]  # of runs of 1, 2, 4, ... weights
     while sums[-1].shape[1] > 1:
@@ -237,7 +199,7 @@ def _leading(passed: torch.Tensor) -> torch.Tensor:
     return passed.cumprod(-1, dtype=torch.int64)
 
 
-def _draw(residual: torch.Tensor, target: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+def _draw(residual: torch.Tensor, target: torch.Tensor, next_uniform: torch.Tensor) -> torch.Tensor:
     """A token from the unnormalised residual [R, V], or from the target where all of the residual underflowed to 0."""
     empty = residual.sum(-1, keepdim=True) == 0
-    return pick(torch.where(empty, target, residual), choice)
+    return sample_inverse_cdf(torch.where(empty, target, residual), next_uniform)

@@ -149,8 +149,10 @@ class SpeculationCallback(TrainerCallback):
     def __init__(self, strategy: Any, window: int = 16, stale_below: float = 0.8, false_alarm: float = 0.01):
         is_strategy = isinstance(strategy, SpeculativeDecoding)
         self.strategy: SpeculativeDecoding = strategy if is_strategy else SpeculativeDecoding(strategy)
-        message = f"window={window!r} is no number of calls that differ; give an int of 2 or more."
-        require(is_int(window) and window >= 2, message)
+        require(
+            is_int(window) and window >= 2,
+            f"window={window!r} is no number of calls that differ; give an int of 2 or more.",
+        )
         for name, share in {"stale_below": stale_below, "false_alarm": false_alarm}.items():
             is_share = isinstance(share, int | float) and 0 < share < 1
             require(is_share, f"{name}={share!r} is no share; give a number between 0 and 1, like 0.8 or 0.01.")

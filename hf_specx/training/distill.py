@@ -17,13 +17,13 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_specx.bench.inputs import settings_of
-from hf_specx.common.drafts import NEW_HEADS, read_draft
+from hf_specx.bench.inputs import generation_settings
+from hf_specx.common.drafts import DRAFT_FOLDER, NEW_HEADS, read_draft
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.heads.head import DraftHead
+from hf_specx.engine.check_arguments import check_entry
 from hf_specx.engine.check_models import check_pair, check_target
-from hf_specx.engine.entry import check_entry
 from hf_specx.engine.reasons import reasons_in_model
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.pair_config import PairConfig
@@ -116,7 +116,7 @@ def with_generation_settings(target: PreTrainedModel, draft: Any, options: dict[
     options = {name: value for name, value in options.items() if name not in GENERATION_OPTIONS or value is not None}
     generation_options = {name: options[name] for name in GENERATION_OPTIONS if name in options}
     defaults = {"passes": PASSES_OF_HEADS} if draft in NEW_HEADS else {}
-    return defaults | options | settings_of(target, generation_options)
+    return defaults | options | generation_settings(target, generation_options)
 
 
 def make_learner(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> Learner:
@@ -220,7 +220,7 @@ def _train(
     if best_step is not None:
         draft = learner.finished(trainer.model)
         after = acceptance_sums(learner.module(draft), test)
-    draft_facts = replace(model_facts(draft), name=None, subfolder="draft")
+    draft_facts = replace(model_facts(draft), name=None, subfolder=DRAFT_FOLDER)
     config = PairConfig(model_facts(target), draft_facts)
     target_tokenizer, draft_tokenizer = learner.tokenizers
     return Distilled(

@@ -40,9 +40,9 @@ class TrainingRecipe:
         learn_from_prompts: whether the draft also learns what the target says inside the prompts: more to learn from
             for each text that is written, best with prompts that are text of the kind that will be generated.
         batch_size: texts of a training step on one device.
-        num_draft_tokens: candidates of a round: of an EAGLE-3 head each is learned from its own states behind those
-            before it (its training-time test, arXiv 2503.01840), a block of a new DSpark head has so many, and tokens
-            a round are told for so many.
+        num_draft_tokens: candidates of a round. A new DSpark head has blocks of so many. An EAGLE-3 head is trained
+            on so many, each from its own states after those before it (its training-time test, arXiv 2503.01840). The
+            result gives tokens a round for so many.
         draft_vocab_size: tokens that a new head scores, those that are most frequent in prompts and texts.
         learning_rate: the largest, after a short warm-up; it then falls linearly to 0. None is one of `RATES` over the
             hidden size of the draft: one that is trained already, layers of the target, LoRA, or a new head.

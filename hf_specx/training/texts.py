@@ -37,11 +37,14 @@ class Writer:
         self.strategy: Any = None
 
     def write(
-        self, name: str, prompts: Sequence[list[int]], advance: Callable[[int, int], object] = lambda done, total: None
+        self,
+        name: str,
+        prompts: Sequence[list[int]],
+        show_progress: Callable[[int, int], object] = lambda done, total: None,
     ) -> list[Text]:
         """Write one text after each prompt, and return the texts in order; `name` determines the seeds and the file.
 
-        `advance` is called after each text of this process with how many are written, and how many will be.
+        `show_progress` is called after each text of this process with how many are written, and how many will be.
         """
         options, file = self.recipe.generate_options, self.folder / f"{name}.json"
         digest = digest_of([json.dumps([self.target_digest, prompts, options, self.recipe.seed]).encode()])
@@ -50,7 +53,7 @@ class Writer:
             if stored["made_of"] == digest:
                 return [Text(*text) for text in stored["texts"]]
         self._update_strategy()
-        new_tokens = dict(gathered(lambda: self._write_share(name, prompts, advance)))
+        new_tokens = dict(gathered(lambda: self._write_share(name, prompts, show_progress)))
         texts = [Text(ids, new_tokens[number]) for number, ids in enumerate(prompts)]
         if processes().is_main_process:
             write_whole(file, json.dumps({"made_of": digest, "texts": texts}))
@@ -67,7 +70,7 @@ class Writer:
             draft.eval()
 
     def _write_share(
-        self, name: str, prompts: Sequence[list[int]], advance: Callable[[int, int], object]
+        self, name: str, prompts: Sequence[list[int]], show_progress: Callable[[int, int], object]
     ) -> list[tuple[int, list[int]]]:
         """Write this process's share of the texts; returns the number and the new tokens of each."""
         state = processes()
@@ -75,11 +78,11 @@ class Writer:
         requests = [Request(prompts[number], seed=seed_of(self.recipe.seed, name, number)) for number in numbers]
         options = self.recipe.generate_options
         texts: list[tuple[int, list[int]]] = []
-        for done in self.strategy.generate_many(self.target, requests, batch_size=ROWS, **options):
-            if done.tokens is None:
-                raise ValueError(done.error)
-            texts.append((numbers[done.index], done.tokens))
-            advance(len(texts), len(numbers))
+        for completion in self.strategy.generate_many(self.target, requests, batch_size=ROWS, **options):
+            if completion.tokens is None:
+                raise ValueError(f"prompt {numbers[completion.index]}: {completion.error}")
+            texts.append((numbers[completion.index], completion.tokens))
+            show_progress(len(texts), len(numbers))
         return texts
 
 
@@ -107,14 +110,14 @@ class Phases(torch.utils.data.Dataset[int]):
     def __getitem__(self, index: int) -> int:
         return self.order[index]
 
-    def start(self, phase: int, advance: Callable[[int, int], object]) -> None:
+    def start(self, phase: int, show_progress: Callable[[int, int], object]) -> None:
         """Write the texts of a phase, counted from 0, and of earlier phases that are missing, and choose its order."""
         num_new = self.recipe.texts_per_phase
         while len(self.texts) < num_new * (phase + 1):
             missing_phase = len(self.texts) // num_new
             indices = range(missing_phase * num_new, (missing_phase + 1) * num_new)
             prompts = [self._prompt(index) for index in indices]
-            texts = self.writer.write(f"phase-{missing_phase:03d}", prompts, advance)
+            texts = self.writer.write(f"phase-{missing_phase:03d}", prompts, show_progress)
             if self.recipe.learn_from_prompts:  # as if the target had written all but the first token
                 texts = [Text(prompt[:1], prompt[1:] + new) for prompt, new in texts]
             texts = [text.cut(self.writer.learner.max_learned_tokens) for text in texts]

@@ -46,7 +46,7 @@ def costs(monkeypatch):
 
     def calibrate(strategy, model, input_ids):
         target, draft = table[len(input_ids)]
-        strategy.costs.table[len(input_ids)] = {"target": dict(target), "draft": draft}
+        strategy.costs.forward_times[len(input_ids)] = {"target": dict(target), "draft": draft}
 
     monkeypatch.setattr(SpeculativeDecoding, "calibrate", calibrate)
     clock(monkeypatch, lambda rows: 1.5)
@@ -96,7 +96,7 @@ def test_what_a_config_and_the_pair_get(folders, costs, tmp_path):
     assert pair.prompts == []
     assert pair.config.measurements == config.measurements
     assert pair.strategy.num_draft_tokens == config.num_draft_tokens
-    assert pair.strategy.costs.table[1]["draft"] == 0.01
+    assert pair.strategy.costs.forward_times[1]["draft"] == 0.01
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers import TopKLogitsWarper
 
 from hf_specx import DraftTargetPair, ThinkingBudget
 from hf_specx.cli import session
-from hf_specx.cli.options import Prompted
+from hf_specx.cli.options import PromptOptions
 from hf_specx.cli.prompts import FilePrompts
 from hf_specx.hub.locks import locked
 
@@ -158,8 +158,8 @@ def test_refused_prompts_are_counted_and_end_with_another_code(pair: DraftTarget
 def test_prompts_of_a_file_are_those_of_read_prompts(tmp_path: Path, ending: str):
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeff a \u2028b".encode() + ending.encode() * 2 + b"\x0cc ")
-    assert list(FilePrompts(Prompted(file))) == [" a \u2028b", "\x0cc "]
-    assert len(FilePrompts(Prompted(file))) == 2
+    assert list(FilePrompts(PromptOptions(file))) == [" a \u2028b", "\x0cc "]
+    assert len(FilePrompts(PromptOptions(file))) == 2
     file.write_bytes(b"a\n\xff\n")
     with pytest.raises(ValueError, match="UTF-8"):
-        list(FilePrompts(Prompted(file)))
+        list(FilePrompts(PromptOptions(file)))

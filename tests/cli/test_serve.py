@@ -90,7 +90,7 @@ def test_a_port_that_cannot_be_had_is_refused_before_models_are_loaded():
         port = other.getsockname()[1]
         result = command("serve", "no/pair", "--host", "127.0.0.1", "--port", str(port))
     assert result.exit_code == 2
-    assert f"port {port} of 127.0.0.1 cannot be listened on (Address already in use)" in result.stderr
+    assert f"port {port} of 127.0.0.1 cannot be listened on: Address already in use" in result.stderr
     assert "--port 0" in result.stderr
     for option, value in {"--port": "65536", "--host": "no host", "--log-level": "loud"}.items():
         result = command("serve", "no/pair", option, value)

@@ -30,7 +30,7 @@ def test_append_emits(case: str):
     assert batch.counts == done.emitted == emitted
     assert (done.batch, done.rows, done.draft, done.emitted_before) == (batch, [0, 1], UNEVEN, [0, 0])
     assert (done.accepted, done.judged, done.num_new_tokens, done.ended) == (accepted, judged, gained, ended)
-    assert done.acceptance == [[0.5, 0.25, 0.125], [0.75]]  # of candidates, not of fillers
+    assert done.prefix_acceptance == [[0.5, 0.25, 0.125], [0.75]]  # of candidates, not of fillers
     assert done.overlap == [[0.25, 0.125, 0.0625], [0.375]]
     assert done.undefined == [2, 4]
 

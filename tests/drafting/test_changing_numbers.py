@@ -114,7 +114,7 @@ class ByThePast(DraftLengthSchedule):
         super().__init__(2)
 
     def observe(self, done: Round) -> None:
-        mean_kept = sum(map(sum, done.acceptance)) / len(done.acceptance)
+        mean_kept = sum(map(sum, done.prefix_acceptance)) / len(done.prefix_acceptance)
         self.num_draft_tokens = 3 if mean_kept > 1.0 else int(max(done.draft.lengths) != 1)
 
 
@@ -129,7 +129,7 @@ class EachByItsPast(ByThePast):
         return self.of_rows.get(row, self.num_draft_tokens)
 
     def observe(self, done: Round) -> None:
-        for row, chances in zip(done.rows, done.acceptance, strict=True):
+        for row, chances in zip(done.rows, done.prefix_acceptance, strict=True):
             self.of_rows[row] = 3 if sum(chances) > 1.0 else int(len(chances) != 1)
 
 
@@ -138,6 +138,6 @@ def test_rounds_by_the_past_keep_the_law(monkeypatch: pytest.MonkeyPatch, verifi
     """The joint distribution of the first tokens, where later rounds are as long as earlier ones were good."""
     draws = ENOUGH if numbers is EachByItsPast else {"batches": 200, "rows": 64}
     monkeypatch.setattr("hf_specx.engine.run.AutoDraftLength", numbers)
-    monkeypatch.setattr(Costs, "measure", lambda costs, batch, *_: costs.table.update({batch: KNOWN}))
+    monkeypatch.setattr(Costs, "measure", lambda costs, batch, *_: costs.forward_times.update({batch: KNOWN}))
     tokens = draw(verification, **draws, num_draft_tokens="auto")
     assert min(p_values(tokens, exact_distribution([]))) > 1e-6 / 8

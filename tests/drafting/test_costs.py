@@ -15,7 +15,6 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft
-from hf_specx.drafting.auto import RoundTimer
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.costs import (
     ALPHA_MEMORY,
@@ -27,7 +26,8 @@ from hf_specx.drafting.costs import (
     Costs,
     expected_tokens,
 )
-from hf_specx.drafting.forward_times import GRID, QUERY_LENGTHS, ForwardSize, size_of
+from hf_specx.drafting.forward_times import GRID, QUERY_LENGTHS, TREE_QUERY_LENGTHS, ForwardSize, size_of
+from hf_specx.drafting.round_timer import RoundTimer
 
 
 SAMPLED = {"do_sample": True, "max_new_tokens": 24}
@@ -90,7 +90,7 @@ def test_forwards_between_and_beyond_the_measured_are_on_a_line(
     measured_times: dict, asked: tuple[int, int], seconds: float
 ):
     costs = Costs({batch: {"target": times, "draft": 0.2} for batch, times in measured_times.items()})
-    assert costs.target(*asked) == pytest.approx(seconds)
+    assert costs.target_seconds(*asked) == pytest.approx(seconds)
 
 
 def measured(target: dict[int, float], draft: float) -> Costs:
@@ -111,12 +111,12 @@ def test_measure_takes_typical_times():
     seconds = {1: 0.010, 3: 0.013, 9: 0.030}
     costs = measured(seconds, 0.003)
     for query_length, expected in seconds.items():
-        assert GRID**-0.5 <= costs.target(8, query_length) / expected <= GRID**0.5
-    assert GRID**-0.5 <= costs.draft(8) / 0.003 <= GRID**0.5
+        assert GRID**-0.5 <= costs.target_seconds(8, query_length) / expected <= GRID**0.5
+    assert GRID**-0.5 <= costs.draft_seconds(8) / 0.003 <= GRID**0.5
     tables = []
     for factor in (0.99, 1.01):
         near_it = {q: factor * GRID ** -(50 - q) for q in QUERY_LENGTHS}
-        tables.append(measured(near_it, factor * GRID**-60).table)
+        tables.append(measured(near_it, factor * GRID**-60).forward_times)
     assert tables[0] == tables[1]
 
 
@@ -126,22 +126,39 @@ def test_forwards_are_timed_once_earlier_rounds_pay_for_it():
     for rounds in (0, ROUNDS_PER_TIMING - 1):
         costs.remember("block", 0.5, 0, rounds)
         costs.prepare(2, calls.append, calls.append, PRIOR)
-        assert costs.table == {2: PRIOR}
+        assert costs.forward_times == {2: PRIOR}
         assert not calls
     costs.remember("block", 0.5, 0, rounds=1)
     costs.prepare(2, calls.append, calls.append, PRIOR)
     assert len(calls) == 45
     assert costs.knows(2)
-    assert costs.table[2]["target"].keys() == set(QUERY_LENGTHS)
+    assert costs.forward_times[2]["target"].keys() == set(QUERY_LENGTHS)
     costs.prepare(3, calls.append, calls.append, PRIOR)  # that was spent
     assert not costs.knows(3)
+
+
+def test_calls_with_trees_time_longer_forwards_as_well():
+    calls, ticks = list[int](), count()
+    costs = Costs(clock=lambda: float(next(ticks)))
+    costs.prepare(2, calls.append, calls.append)
+    assert costs.knows(2)
+    short = costs.forward_times[2]
+    costs.prepare(2, calls.append, calls.append, short, TREE_QUERY_LENGTHS)  # it waits for rounds that pay for it
+    assert costs.forward_times[2] is short
+    costs.remember("coupled", 0.5, 0, rounds=ROUNDS_PER_TIMING)
+    costs.prepare(2, calls.append, calls.append, short, TREE_QUERY_LENGTHS)
+    assert costs.forward_times[2]["target"].keys() == set(TREE_QUERY_LENGTHS)
+    number = len(calls)
+    costs.prepare(2, calls.append, calls.append)
+    assert len(calls) == number
 
 
 def test_round_trip_through_json():
     costs = measured({q: 0.01 + 0.001 * q for q in QUERY_LENGTHS}, 0.003)
     costs.alpha["block"], costs.rounds[3] = 0.8, {0: 1.0, 4: 2.0}
     back = Costs.from_dict(json.loads(json.dumps(costs.to_dict())))
-    assert (back.table, back.alpha, back.rounds) == (costs.table, {"block": 0.8}, {3: {0: 1.0, 4: 2.0}})
+    assert back.forward_times == costs.forward_times
+    assert (back.alpha, back.rounds) == ({"block": 0.8}, {3: {0: 1.0, 4: 2.0}})
 
 
 def test_acceptance_is_remembered_by_verification():
@@ -171,7 +188,8 @@ def test_rounds_are_remembered():
 
 def lasting(costs: Costs, seconds: list[tuple[int, float]], online: bool) -> RoundTimer:
     """A call of four rows after rounds of so many candidates that took so long."""
-    now, round_timer = [0.0], RoundTimer(Costs(costs.table, costs.alpha, costs.rounds, clock=lambda: now[0]), online)
+    now = [0.0]
+    round_timer = RoundTimer(Costs(costs.forward_times, costs.alpha, costs.rounds, clock=lambda: now[0]), online)
     for drafted, took in seconds:
         now[0] += took
         round_timer.observe(4, drafted)
@@ -181,20 +199,20 @@ def lasting(costs: Costs, seconds: list[tuple[int, float]], online: bool) -> Rou
 def test_rounds_take_what_they_were_seen_to_take():
     """Plain steps, and rounds with any number of candidates, each in relation to their forwards."""
     costs = Costs({4: ROW})
-    bare = [costs.forwards(4, number) for number in range(6)]
+    bare = [costs.forward_seconds(4, number) for number in range(6)]
     seen = [(0, 9.0)] + [(0, 3 * bare[0])] * MIN_SAMPLES
     seen += [(3, 5.0)] + [(1, 2 * bare[1])] * MIN_SAMPLES + [(3, 8 * bare[3])] * MIN_SAMPLES
     for rows in (4, 2):  # another batch size goes by the nearest
-        forwards = [costs.forwards(rows, number) for number in range(6)]
+        forwards = [costs.forward_seconds(rows, number) for number in range(6)]
         ratios = [t / b for t, b in zip(lasting(costs, seen, online=True).times(rows, 5), forwards, strict=True)]
         assert ratios == pytest.approx([3, 4, 4, 4, 4, 4], rel=0.02)
     assert lasting(costs, seen, online=False).times(4, 5) == bare
     short = lasting(costs, seen[:MIN_SAMPLES], online=True)  # of which the first one does not count
     assert short.times(4, 5) == bare
     assert not short.has_seen_plain(4)
-    assert RoundTimer(costs).times(4, 5, steps=False) == [costs.target(4, number) for number in range(1, 7)]
-    costs.rounds = {4: {2: 2 * costs.forwards(4, 2)}}  # of plain steps nothing is known
-    assert RoundTimer(costs).times(4, 3)[0] == pytest.approx(2 * costs.forwards(4, 0))
+    assert RoundTimer(costs).times(4, 5, steps=False) == [costs.target_seconds(4, number) for number in range(1, 7)]
+    costs.rounds = {4: {2: 2 * costs.forward_seconds(4, 2)}}  # of plain steps nothing is known
+    assert RoundTimer(costs).times(4, 3)[0] == pytest.approx(2 * costs.forward_seconds(4, 0))
     costs.rounds = {4: {0: 1.0}}
     assert [RoundTimer(costs).has_seen_plain(rows) for rows in (1, 2, 4, 8, 9)] == [False, True, True, True, False]
 
@@ -203,9 +221,11 @@ def test_a_call_is_not_moved_by_what_others_learn_meanwhile():
     costs = Costs({4: ROW})
     round_timer = RoundTimer(costs)
     before = round_timer.times(4, 3), round_timer.prefill_seconds(2, 5)
-    costs.table[2], costs.rounds[4] = {"target": {1: 9.0, 9: 9.0}, "draft": 9.0}, {0: 8.0}
+    costs.forward_times[2], costs.rounds[4] = {"target": {1: 9.0, 9: 9.0}, "draft": 9.0}, {0: 8.0}
     assert (round_timer.times(4, 3), round_timer.prefill_seconds(2, 5)) == before
     assert round_timer.prefill_seconds(4, 16) == pytest.approx(0.2 * (4 + 7 * 0.4))  # grows as the target's forward
+    round_timer.start()
+    assert round_timer.times(4, 3) == RoundTimer(costs).times(4, 3) != before[0]
 
 
 def test_a_first_call_times_nothing_and_reports_nothing_as_measured():
@@ -219,7 +239,7 @@ def test_a_first_call_times_nothing_and_reports_nothing_as_measured():
     assert len(seen) == report.rounds + report.plain_steps
     assert costs.timing_budget == report.rounds > 0
     assert (report.cost_coefficient, report.expected_speedup, report.forward_limited_speedup) == (None, None, None)
-    assert (set(costs.table), costs.to_dict()["table"], costs.knows(2)) == ({2}, {}, False)
+    assert (set(costs.forward_times), costs.to_dict()["table"], costs.knows(2)) == ({2}, {}, False)
     strategy.calibrate(target, prompts(2)["input_ids"])
     assert report.cost_coefficient > 0
 
@@ -232,7 +252,7 @@ class Stateful(LogitsProcessor):
 @pytest.mark.filterwarnings("error:transformers' own sampler decodes.*would not pay", "ignore:.*Stateful may keep")
 def test_a_call_in_which_a_draft_would_rest_is_left_to_transformers():
     """Until enough steps have been plain to try the draft again, which has become a good one."""
-    target, costs = tiny(), RESTING.apart()
+    target, costs = tiny(), RESTING.copy()
     strategy, plainly = coupled(target, 0.005, num_draft_tokens="auto", costs=costs), []
     for seed in range(14):
         texts = []
@@ -261,13 +281,15 @@ ROUNDS = {
 
 @pytest.mark.parametrize("way", [*ROUNDS, "listener", "suffix", "suffix alone", "lookup", "two at most", "compiled"])
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-def test_a_call_that_needs_rounds_is_not_left_to_transformers(way: str, traced: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_call_that_needs_rounds_is_not_left_to_transformers(
+    way: str, untraced: None, monkeypatch: pytest.MonkeyPatch
+):
     """Also a long one, in which a try comes due."""
     target, lookup = tiny(), PromptLookupCandidateGenerator(num_output_tokens=3, max_length=150)
     monkeypatch.setattr(SampledCandidateGenerator, "max_candidates", 2 if way == "two at most" else None)
     draft = near(target, 0.1)
     drafts = {"suffix": [SuffixDraft(), draft], "suffix alone": SuffixDraft(), "lookup": lookup}.get(way, draft)
-    strategy = SpeculativeDecoding(drafts, verification="coupled", compile=way == "compiled", costs=RESTING.apart())
+    strategy = SpeculativeDecoding(drafts, verification="coupled", compile=way == "compiled", costs=RESTING.copy())
     strategy.listeners = (SimpleNamespace(observe=lambda done: None),) if way == "listener" else ()
     target.generate(**prompts(2), **SAMPLED | ROUNDS.get(way, {}), custom_generate=strategy)
     assert strategy.report.layout == "ragged"
@@ -291,5 +313,5 @@ def test_sizes_of_models():
     assert size_of(zoo.build("seq2seq", "t5")).layers == 2
     assert EarlyExitDraft(2).bind(tiny(num_hidden_layers=5)).size() == size_of(tiny(num_hidden_layers=2))
     size = size_of(zoo.build("causal", "mixtral"))
-    assert size.experts > size.dense
-    assert size.share == 0.5
+    assert size.expert_bytes > size.dense_bytes
+    assert size.expert_share == 0.5

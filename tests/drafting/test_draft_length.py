@@ -2,7 +2,8 @@
 
 import pytest
 
-from hf_specx.drafting.auto import AcceptanceEstimate, most_tokens_per_second
+from hf_specx.drafting.acceptance import AcceptanceEstimate
+from hf_specx.drafting.auto import best_num_candidates
 from hf_specx.drafting.costs import PRIOR_ALPHA, expected_tokens
 
 
@@ -54,9 +55,9 @@ def test_rows_that_advance_together_keep_what_all_keep():
 def test_the_best_number_is_that_with_the_most_tokens_a_second():
     """A step between: 4 to 8 candidates cost little more than 3; none is as good as any if nothing is kept."""
     stairs = [1.0, 1.3, 1.6, 2.4, 2.5, 2.6, 2.7, 2.8, 2.9]
-    assert most_tokens_per_second([0.9**i for i in range(1, 9)], stairs)[0] == 8
+    assert best_num_candidates([0.9**i for i in range(1, 9)], stairs)[0] == 8
     line = [1 + 0.2 * number for number in range(9)]
-    number, gain = most_tokens_per_second([0.7**i for i in range(1, 9)], line)
+    number, gain = best_num_candidates([0.7**i for i in range(1, 9)], line)
     assert (number, gain) == (3, pytest.approx(expected_tokens(0.7, 3) / (3 * 0.2 + 1)))
-    assert most_tokens_per_second([0.0] * 8, line) == (0, 1.0)
-    assert most_tokens_per_second([0.0] * 8, line, range(1, 9)) == (1, pytest.approx(1 / 1.2))
+    assert best_num_candidates([0.0] * 8, line) == (0, 1.0)
+    assert best_num_candidates([0.0] * 8, line, range(1, 9)) == (1, pytest.approx(1 / 1.2))

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from all_pairs import each_value
 from plain import assert_plain
 from tiny import prompts, tiny
 
@@ -60,8 +61,7 @@ class Heads(Drafter):
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "rows"), each_value(LAYOUTS, [1, 4]))
 def test_states_are_those_that_logits_come_from(layout: str, rows: int):
     target = tiny()
     strategy = SpeculativeDecoding(Heads(target), layout=layout)

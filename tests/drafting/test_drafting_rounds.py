@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import each_value
 from tiny import near, prompts, tiny
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -27,8 +28,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("where", ["argument", "config", "draft"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "where"), each_value(FORMS, ["argument", "config", "draft"]))
 def test_the_number_counts_wherever_it_is_set(models: Any, form: str, where: str):
     settings: dict[str, Any] = GREEDY | {"return_dict_in_generate": True}
     if where == "argument":
@@ -47,8 +47,7 @@ def drafted(report: SpeculationReport) -> list[int]:
     return [record.drafted for record in report.history[0] if record.drafted]
 
 
-@pytest.mark.parametrize("mode", ["greedy", "coupled", "token", "block"])
-@pytest.mark.parametrize("where", ["argument", "draft"])
+@pytest.mark.parametrize(("mode", "where"), each_value(["greedy", "coupled", "token", "block"], ["argument", "draft"]))
 def test_threshold(models: Any, mode: str, where: str):
     """At 1 a round ends with its first candidate, which is kept; at next to nothing it never ends early."""
     target, draft = models

@@ -6,7 +6,7 @@ from typing import Any
 import exit_cases
 import pytest
 import torch
-from all_pairs import all_pairs
+from all_pairs import each_value
 from enumerated import ENOUGH, VOCAB_SIZE, exact_distribution, first_tokens, p_values
 from exit_cases import Fed, early_exit, run
 from exit_cases import target as fresh
@@ -30,7 +30,7 @@ NUM_TESTS = 2 * 2 * 2
 target = cache(fresh)
 
 
-@pytest.mark.parametrize(("model_type", "rows", "settings"), all_pairs(MODEL_TYPES, [1, 4, 8], [GREEDY, SAMPLED]))
+@pytest.mark.parametrize(("model_type", "rows", "settings"), each_value(MODEL_TYPES, [1, 4, 8], [GREEDY, SAMPLED]))
 def test_equals_plain_and_reads_the_prompt_once(model_type: str, rows: int, settings: dict):
     model, inputs, strategy = target(model_type), prompts(rows), early_exit()
     with Fed(model) as fed:

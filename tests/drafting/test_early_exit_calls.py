@@ -10,6 +10,7 @@ import pytest
 import torch
 import zoo
 from accelerate.hooks import ModelHook, add_hook_to_module
+from all_pairs import each_value
 from exit_cases import GREEDY, Fed, early_exit, run, target
 from tiny import prompts, tiny
 from torch import nn
@@ -146,8 +147,9 @@ def test_compiled():
     assert compilations[1] == 0
 
 
-@pytest.mark.parametrize("where", ["call", "string", "config", "model"])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("model_type", "where"), each_value(["llama", "gpt2", "gpt_neox"], ["call", "string", "config", "model"])
+)
 def test_the_setting_of_transformers_is_an_early_exit(model_type: str, where: str, tmp_path: Path):
     """At a batch size that it refuses itself, and for types where it ignores the number."""
     model, inputs, asked = target(model_type), prompts(3), {"assistant_early_exit": 2}

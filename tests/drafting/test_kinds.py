@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from all_pairs import all_pairs, once
+from all_pairs import each_value, once
 from plain import assert_plain
 from repeating import GREEDY, LAYOUTS, few_tokens, repetitive, run
 from tiny import near, tiny
@@ -67,8 +67,9 @@ def assert_drafted(target: PreTrainedModel, kind: str, layout: str, rows: int, s
     """The text is plain's in fewer forwards, also with what an earlier call has left in a pool."""
     draft = DRAFTS[kind](target)
     strategy = SpeculativeDecoding(draft, num_draft_tokens=5, layout=layout, verification="coupled")
+    call, counts = settings | {"max_new_tokens": 40, "pad_token_id": 0}, None
     for _ in range(2):
-        counts = assert_plain(target, strategy, few_tokens(rows), **settings, max_new_tokens=40, pad_token_id=0)
+        counts = assert_plain(target, strategy, few_tokens(rows), before=counts, **call)
     assert strategy.report.accepted > 0
     # an early exit is counted by layers, in its own file
     assert layout == "lockstep" or kind == "early exit" or counts.forwards < counts.plain
@@ -76,7 +77,7 @@ def assert_drafted(target: PreTrainedModel, kind: str, layout: str, rows: int, s
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 @pytest.mark.parametrize(
-    ("kind", "layout", "model_type", "rows", "settings"), all_pairs(DRAFTS, LAYOUTS, MODEL_TYPES, [1, 4, 8], CALLS)
+    ("kind", "layout", "model_type", "rows", "settings"), each_value(DRAFTS, LAYOUTS, MODEL_TYPES, [1, 4, 8], CALLS)
 )
 def test_equals_plain(kind: str, layout: str, model_type: str, rows: int, settings: dict):
     assert_drafted(repetitive(model_type), kind, layout, rows, settings)
@@ -112,8 +113,7 @@ def copy_of(strategy: SpeculativeDecoding, how: str) -> SpeculativeDecoding:
     return pickle.loads(pickle.dumps(strategy)) if how == "pickled" else copy.deepcopy(strategy)
 
 
-@pytest.mark.parametrize("how", ["pickled", "copied"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "how"), each_value(KINDS, ["pickled", "copied"]))
 def test_a_strategy_that_has_served_is_copied_with_what_it_has_learned(kind: str, how: str):
     """As Ray does, or a process that is spawned; it then goes its own way."""
     target, inputs = repetitive(), few_tokens(2)

@@ -10,8 +10,8 @@ from rounds import made_round
 from transformers import GenerationConfig
 
 from hf_specx.common.batch import Batch
-from hf_specx.drafting.auto import RoundTimer
 from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.round_timer import RoundTimer
 from hf_specx.drafting.schedule import UNSET, DraftLengthSchedule, choose_draft_settings
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rewindable import TokenMasks

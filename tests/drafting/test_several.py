@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from all_pairs import all_pairs, once
+from all_pairs import each_value, once
 from plain import assert_plain
 from repeating import LAYOUTS, NEW_TOKENS, cyclic, few_tokens, repetitive, run
 from rounds import Heard
@@ -39,7 +39,7 @@ def takes_both(strategy: SpeculativeDecoding) -> bool:
     return sources.keys() == {"suffix", "model"} and all(counts["accepted"] for counts in sources.values())
 
 
-@pytest.mark.parametrize(("rows", "layout"), all_pairs([1, 4, 8], LAYOUTS))
+@pytest.mark.parametrize(("rows", "layout"), each_value([1, 4, 8], LAYOUTS))
 def test_equals_plain_where_times_are_known(rows: int, layout: str):
     """And decide of which part each row takes its candidates."""
     target, draft = models()

@@ -4,12 +4,13 @@ import random
 
 import pytest
 import torch
-from all_pairs import once
+from all_pairs import each_value, once
 from rounds import made_round
 
 from hf_specx.common.batch import Batch, RowState
-from hf_specx.drafting.auto import COMPILED_NUMBERS, AutoDraftLength, RoundTimer
+from hf_specx.drafting.auto import COMPILED_NUMBERS, AutoDraftLength
 from hf_specx.drafting.costs import PRIOR_ALPHA, Costs, expected_tokens
+from hf_specx.drafting.round_timer import RoundTimer
 
 
 class Line(RoundTimer):
@@ -109,8 +110,7 @@ def test_a_text_that_begins_badly_is_not_given_up(first: float, each: float):
     assert seconds < 1.01 * min(fixed)
 
 
-@pytest.mark.parametrize("each", [0.02, 0.2, 0.9])
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("rows", "each"), each_value([1, 8], [0.02, 0.2, 0.9]))
 def test_a_useless_draft_costs_next_to_nothing(rows: int, each: float):
     """Over 512 tokens; from the second call on no more than it may be tried for, and prompts are not read for it."""
     for seed in range(5):
@@ -185,8 +185,8 @@ def test_a_draft_that_was_slow_by_chance_is_timed_again():
     for _ in range(8):
         auto = AutoDraftLength(RoundTimer(costs, online=True), "greedy", prompted(1, 60))
         for _ in range(20):
-            now[0] += costs.forwards(1, auto.num_draft_tokens)
+            now[0] += costs.forward_seconds(1, auto.num_draft_tokens)
             auto.observe(made_round([auto.num_draft_tokens], [auto.num_draft_tokens]))
         auto.end()
     assert auto.num_draft_tokens > 0
-    assert costs.rounds[1][auto.num_draft_tokens] < 1.5 * costs.forwards(1, auto.num_draft_tokens)
+    assert costs.rounds[1][auto.num_draft_tokens] < 1.5 * costs.forward_seconds(1, auto.num_draft_tokens)

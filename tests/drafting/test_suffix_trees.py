@@ -15,7 +15,7 @@ from repeating import few_tokens, repetitive
 from rounds import Heard
 
 from hf_specx import Costs, Request, SpeculativeDecoding, SuffixDraft, SuffixPool
-from hf_specx.drafting.auto import RoundTimer
+from hf_specx.drafting.round_timer import RoundTimer
 from hf_specx.drafting.suffix import Match, _likeliest
 from hf_specx.drafting.trees import TreeShapes
 

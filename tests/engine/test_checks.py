@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import zoo
+from all_pairs import all_pairs
 from counting import reads_only
 from misuse import MODELS, PLAIN, WRONG_TEXT, full_window, get, two_tokens
 from tiny import near, prompts, tiny
@@ -129,9 +130,14 @@ def test_rope_that_depends_on_the_length(rope_type: str, inputs_of: Callable):
 LONG = ROPES["longrope"] | {"rope_theta": 1e4, "original_max_position_embeddings": 5}
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
-@pytest.mark.parametrize("model_type", ["phi3", "llama"])
-@pytest.mark.parametrize("way", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(
+    ("model_type", "layout", "way"),
+    all_pairs(
+        ["phi3", "llama"],
+        ["ragged", "padded", "packed", "lockstep"],
+        [{"do_sample": False}, {"do_sample": True, "top_k": 0}],
+    ),
+)
 def test_prompts_beyond_the_length_where_frequencies_change(model_type: str, layout: str, way: dict):
     """Then each forward has the long ones, whichever row ends first; with one shorter prompt some might not."""
     special = {"original_max_position_embeddings": 5, "sliding_window": None} if model_type == "phi3" else {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from all_pairs import all_pairs, once
+from all_pairs import each_value, once
 from criteria import Counting, Raising
 from many import DRAFTS, GREEDY, MODES, PENALTIES, SAMPLED, alone, assert_alone, completed, repeating, requests
 from plain import coupled
@@ -35,7 +35,7 @@ OPTIONS = MODES | {
 
 
 @pytest.mark.parametrize(
-    ("model_type", "batch_size", "options"), all_pairs(("llama", "mistral", "gpt2", "gpt_neox"), [1, 3, 8], OPTIONS)
+    ("model_type", "batch_size", "options"), each_value(("llama", "mistral", "gpt2", "gpt_neox"), [1, 3, 8], OPTIONS)
 )
 def test_requests_get_the_text_of_generate(model_type: str, batch_size: int, options: str):
     """Processors see each request alone."""
@@ -81,7 +81,7 @@ def test_each_draft_follows_the_requests(kind: str, mode: str, model_type: str):
     assert (strategy.report.drafted if kind.startswith("suffix") else strategy.report.accepted) > 0
 
 
-@pytest.mark.parametrize(("verification", "number", "kind"), all_pairs(["token", "block"], [3, "auto"], DRAFTS))
+@pytest.mark.parametrize(("verification", "number", "kind"), each_value(["token", "block"], [3, "auto"], DRAFTS))
 def test_rejection_gives_the_text_of_a_batch_of_one(kind: str, verification: str, number: int | str):
     """With seeds each row chooses its draft, its random numbers and how many candidates for itself."""
     target = tiny()

@@ -1,12 +1,13 @@
 """Prompts that begin alike: what they share is read once, and each request has the text of `generate`."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from all_pairs import all_pairs
-from many import DRAFTS, MODES, PENALTIES, SAMPLED, assert_alone
+from many import DRAFTS, MODES, PENALTIES, SAMPLED, alone, assert_alone
 from plain import assert_plain, coupled
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 
@@ -51,6 +52,25 @@ def test_each_has_its_own_text(model_type: str, order: int, batch_size: int, opt
     strategy = coupled(target, 0.0)
     assert_alone(strategy, target, requests(order), batch_size=batch_size, **OPTIONS[options])
     assert strategy.report.copied > 30
+    assert strategy.report.acceptance_rate > 0.999
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("options", MODES)
+def test_a_place_that_was_free_has_no_prompt_to_copy(model_type: str, options: str):
+    """The next turn of a chat comes in the place that the turn before has left, rounds ago, and in that of another."""
+    target, one, other = tiny(model_type), words(20, 0), words(20, 1)
+
+    def arriving() -> Iterator[Request | None]:
+        yield from (Request(one, 24, seed=1), Request(other, 2, seed=2), Request(words(9, 3), 3, seed=3))
+        yield from [None] * 8
+        yield from (Request(other + words(5, 4), 12, seed=4), Request(one + words(3, 5), 12, seed=5))
+
+    asked = [request for request in arriving() if request is not None]
+    expected = [alone(target, request, **MODES[options] | {"eos_token_id": None}) for request in asked]
+    strategy = coupled(target, 0.0, num_draft_tokens=1)
+    done = strategy.generate_many(target, arriving(), batch_size=3, **MODES[options] | {"eos_token_id": None})
+    assert [each.tokens for each in sorted(done, key=lambda each: each.index)] == expected
     assert strategy.report.acceptance_rate > 0.999
 
 

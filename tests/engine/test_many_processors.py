@@ -24,7 +24,7 @@ from transformers.generation.logits_process import (
 from hf_specx import Request, SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.sampling import per_request
-from hf_specx.sampling.per_request import settings_of
+from hf_specx.sampling.per_request import comparison_key
 from hf_specx.sampling.processors import ALL_VECTORIZED
 
 
@@ -148,11 +148,11 @@ def test_what_is_equal():
     """Settings are compared by value, tensors too; a length that a prompt adds to does not count."""
     ends = torch.tensor([5, 6])
     at_least = [MinNewTokensLengthLogitsProcessor(length, 4, ends.clone()) for length in (3, 9)]
-    assert settings_of(at_least[0]) == settings_of(at_least[1])
-    assert settings_of(at_least[0]) != settings_of(MinNewTokensLengthLogitsProcessor(3, 4, ends + 1))
-    assert settings_of(RepetitionPenaltyLogitsProcessor(1.3)) == settings_of(RepetitionPenaltyLogitsProcessor(1.3))
-    assert settings_of(RepetitionPenaltyLogitsProcessor(1.3)) != settings_of(RepetitionPenaltyLogitsProcessor(1.4))
-    assert settings_of(Raising(3)) is None
+    assert comparison_key(at_least[0]) == comparison_key(at_least[1])
+    assert comparison_key(at_least[0]) != comparison_key(MinNewTokensLengthLogitsProcessor(3, 4, ends + 1))
+    low, low_again, high = (comparison_key(RepetitionPenaltyLogitsProcessor(penalty)) for penalty in (1.3, 1.3, 1.4))
+    assert low == low_again != high
+    assert comparison_key(Raising(3)) is None
 
 
 def test_a_row_is_replaced_in_one_place():

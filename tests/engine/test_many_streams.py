@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from all_pairs import all_pairs
+from all_pairs import each_value
 from criteria import Counting
 from many import DRAFTS, GREEDY, SAMPLED, alone, requests
 from plain import coupled
@@ -13,6 +13,7 @@ from tiny import Forwards, near, tiny
 from vision import inputs, seeing
 
 from hf_specx import Piece, Request, SpeculativeDecoding
+from hf_specx.engine import queue
 
 
 class Arriving:
@@ -65,7 +66,7 @@ GROUPS = {
 
 @pytest.mark.parametrize(
     ("kind", "options", "groups", "model_type"),
-    all_pairs(DRAFTS, {"greedy": GREEDY, "sampled": SAMPLED}, GROUPS, ("llama", "gpt2", "mistral")),
+    each_value(DRAFTS, {"greedy": GREEDY, "sampled": SAMPLED}, GROUPS, ("llama", "gpt2", "mistral")),
 )
 def test_requests_that_come_later_get_the_text_of_generate(kind: str, options: str, groups: str, model_type: str):
     """In places that were free from the first, became free, or that others have just left."""
@@ -107,7 +108,7 @@ def test_rows_that_come_later_are_independent_of_others(verification: str):
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-def test_compiled_forwards_have_places_for_more_rows(traced: None):
+def test_compiled_forwards_have_places_for_more_rows(untraced: None):
     target, asked = tiny(num_hidden_layers=1), requests(8)
     expected = {index: alone(target, request, **GREEDY) for index, request in enumerate(asked)}
     strategy = coupled(target, 0.2, num_draft_tokens=2, compile=True)
@@ -133,6 +134,17 @@ def test_tokens_come_round_by_round_and_the_next_request_is_taken_meanwhile():
     assert pieces_by_request(seen) == {n: alone(target, request, **options) for n, request in enumerate(asked)}
     assert rows.numbers[:3] == [1, 1, 1]
     assert 2 in rows.numbers
+
+
+def test_a_short_request_after_a_prompt_that_was_much_longer(monkeypatch: pytest.MonkeyPatch):
+    """All rows end in one round, and the next batch is another: its columns are no wider than its own prompts."""
+    monkeypatch.setattr(queue, "MAX_UNUSED_COLUMNS", 8)
+    target = tiny()
+    asked = [Request([*range(1, 25)], 1, seed=1), Request([1, 2, 3], 6, seed=2), Request([4, 5], 6, seed=3)]
+    expected = {index: alone(target, request, **GREEDY) for index, request in enumerate(asked)}
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3)
+    pieces = strategy.generate_many(target, Arriving(asked, [1, 1, 0]), batch_size=3, stream=True, **GREEDY)
+    assert pieces_by_request(list(pieces)) == expected
 
 
 def test_an_iterable_is_asked_again_where_nothing_goes_on():

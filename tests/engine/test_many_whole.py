@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import zoo
-from all_pairs import all_pairs
+from all_pairs import each_value
 from counting import counting
 from criteria import Counting, Raising
 from grammar_cases import installed, make, pair
@@ -25,8 +25,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(("name", "options"), each_value(LAYOUTS, [GREEDY, SAMPLED]))
 def test_whole_batches(name: str, options: dict):
     make, chosen, reason = LAYOUTS[name]
     target = make()
@@ -56,8 +55,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize(("options", "kind"), each_value([GREEDY, SAMPLED], OWN))
 def test_processors_of_the_requests(options: dict, kind: str):
     """Some have one of their own, some two, some none, beside those of the call; some keep state."""
     target = tiny()
@@ -86,7 +84,7 @@ def with_grammars(library: str, cases: dict[str, tuple[int, str | None]]) -> lis
     return requests_of_cases
 
 
-@pytest.mark.parametrize(("library", "of_call", "mode"), all_pairs(["xgrammar", "outlines"], [True, False], MODES))
+@pytest.mark.parametrize(("library", "of_call", "mode"), each_value(["xgrammar", "outlines"], [True, False], MODES))
 def test_grammars_share_a_batch(library: str, of_call: bool, mode: str):
     """Each request has a matcher of its own, whether its grammar is its own or that of the call."""
     if not installed(library):

@@ -8,7 +8,7 @@ from functools import cache, partial
 import pytest
 import torch
 import zoo
-from all_pairs import all_pairs
+from all_pairs import each_value
 from counting import reads_only
 from criteria import RowSumIs
 from plain import coupled
@@ -81,7 +81,7 @@ def assert_like_stock(ours: ModelOutput, stock: ModelOutput, counts: list[int]) 
             assert_entry(entry, expected, [step < count for count in counts], f"{name}, step {step}")
 
 
-@pytest.mark.parametrize(("case", "mode", "ends"), all_pairs(ALL, MODES, [False, True]))
+@pytest.mark.parametrize(("case", "mode", "ends"), each_value(ALL, MODES, [False, True]))
 def test_entries_are_those_of_stock(case: tuple[str, str], mode: str, ends: bool):
     model_type, layout = case
     target = model(model_type)
@@ -148,9 +148,9 @@ def assert_continues(target: PreTrainedModel, turn: dict, past: DynamicCache | E
             assert lengths[0] == turn[name].shape[1] - past.get_seq_length(), layout
 
 
-@pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize(("model_type", "layout"), DECODERS)
-def test_the_cache_of_a_decoder_serves_the_next_turn(model_type: str, layout: str, ends: bool):
+@pytest.mark.parametrize(("case", "ends"), each_value(DECODERS, [False, True]))
+def test_the_cache_of_a_decoder_serves_the_next_turn(case: tuple[str, str], ends: bool):
+    model_type, layout = case
     target = model(model_type)
     call, counts = calls(target, "coupled", ends)
     output, expected = generate(target, call, layout), generate(target, call)

@@ -25,9 +25,9 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import hf_specx
 from hf_specx import SpeculativeDecoding
-from hf_specx.drafting.auto import RoundTimer
 from hf_specx.drafting.candidates import no_candidates
 from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.round_timer import RoundTimer
 from hf_specx.engine import run as engine_run
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.run import Run
@@ -155,7 +155,7 @@ def compare_auto(name: str, rank: int, synced_gpus: bool) -> None:
 
     def timed(costs: Costs, batch: int, *forwards: Any) -> None:
         measure(costs, batch, *forwards)
-        costs.table[batch] = {"target": {1: 1.0, 9: 9.0 if rank else 1.4}, "draft": 1.0 if rank else 0.1}
+        costs.forward_times[batch] = {"target": {1: 1.0, 9: 9.0 if rank else 1.4}, "draft": 1.0 if rank else 0.1}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Costs, "measure", timed)

@@ -1,11 +1,13 @@
 """The counters and ratios of a report, from rounds written by hand."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from rounds import made_round
 
 from hf_specx import Costs, SpeculationReport
+from hf_specx.common.tree import row_tree_of
 
 
 COLUMNS = 8  # row 0 emits 1 + 4 + 1 + 2 tokens and row 1, which ends sooner, 1 + 2 + 2
@@ -95,8 +97,21 @@ def test_rows_of_a_round_may_draft_unlike_numbers():
     assert total.mean_draft_tokens == 6 / 3
 
 
+def test_by_position_are_first_choices_and_no_more_are_accepted_than_judged():
+    """Of trees with a second choice at each of two positions: row 0 leaves the chain at once, row 1 at its end."""
+    of_row = row_tree_of((-1, 0, -1, 0, 2))  # the chain 0, 1; 2 beside 0, with 4 behind it; 3 beside 1
+    tree, accepted_candidates = SimpleNamespace(rows=[of_row] * 2), [[2, 4], [0, 3]]
+    one = made_round([2, 2], [2, 2], tree=tree, accepted_candidates=accepted_candidates)
+    total = report(one, made_round([1], [1]))
+    assert (total.drafted, total.judged, total.accepted, total.nodes) == (2 + 2 + 1, 1 + 2 + 1, 2 + 2 + 1, 11)
+    assert total.drafted_per_position == [3, 2]
+    assert total.judged_per_position == [3, 1]
+    assert total.accepted_per_position == [2, 0]
+    assert total.accepted_per_rank == [3, 2]
+
+
 def test_conditional_acceptance_goes_by_all_drafted_positions():
-    total = report(made_round([2, 2], [2, 0], acceptance=[[1.0, 0.5], [0.4, 0.1]]))
+    total = report(made_round([2, 2], [2, 0], prefix_acceptance=[[1.0, 0.5], [0.4, 0.1]]))
     assert total.conditional_acceptance == pytest.approx((1.5 + 0.5) / (2 + 1.4))
     total.observe(made_round([0], [0], rows=[1]))
     assert total.conditional_acceptance == pytest.approx(2 / 3.4)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from all_pairs import each_value
 from tiny import Forwards, near, prompts, tiny
 from transformers import (
     DynamicCache,
@@ -178,8 +179,7 @@ def ours(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(each.message) for each in caught if "transformers' own sampler decodes" in str(each.message)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reason", CASES)
+@pytest.mark.parametrize(("reason", "way"), each_value(CASES, WAYS))
 def test_plain_text_with_the_reason(reason: str, way: str):
     target, inputs = CASES[reason]()
     expected = run(*CASES[reason](), **WAYS[way])

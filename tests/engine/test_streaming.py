@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs, each_value
 from collectors import Collector, RowCollector
 from criteria import Counting, RowSumIs
 from plain import coupled
@@ -41,10 +42,10 @@ def run(collector: BaseStreamer, rows: int, noise: float, stream_by: str, **call
     return target.generate(**prompts(rows), **call, custom_generate=strategy), strategy.report
 
 
-@pytest.mark.parametrize("criteria", [[], [RowSumIs()]])
-@pytest.mark.parametrize("eos_token_id", [None, 5])
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("noise", "settings", "eos_token_id", "criteria"),
+    all_pairs([0.0, 0.05], [GREEDY, SAMPLED], [None, 5], [[], [RowSumIs()]]),
+)
 def test_one_row_gets_what_stock_gives(noise: float, settings: dict, eos_token_id: int | None, criteria: list):
     call = settings | {"eos_token_id": eos_token_id, "stopping_criteria": StoppingCriteriaList(criteria)}
     target, stock, ours, runs = tiny(), Collector(), Collector(), Collector()
@@ -63,10 +64,18 @@ def test_one_row_gets_what_stock_gives(noise: float, settings: dict, eos_token_i
 PLAIN = GREEDY | {"logits_processor": LogitsProcessorList([Counting()])}
 
 
-@pytest.mark.parametrize("stream_by", ["token", "run"])
 @pytest.mark.parametrize(
-    "settings",
-    [GREEDY, SAMPLED | {"num_return_sequences": 2}, GREEDY | {"eos_token_id": 5}, PLAIN, PLAIN | {"eos_token_id": 5}],
+    ("settings", "stream_by"),
+    each_value(
+        [
+            GREEDY,
+            SAMPLED | {"num_return_sequences": 2},
+            GREEDY | {"eos_token_id": 5},
+            PLAIN,
+            PLAIN | {"eos_token_id": 5},
+        ],
+        ["token", "run"],
+    ),
 )
 def test_rows_get_their_texts(settings: dict, stream_by: str):
     collector = RowCollector()

@@ -123,7 +123,7 @@ class Long(Drafter):
         rows, parents = len(batch.rows), (*range(-1, 19), *range(-1, 19))
         ids = torch.arange(40, device=batch.ids.device).repeat(rows, 1) % VOCAB_SIZE
         acceptance = [[0.5**place for place in range(40)]] * rows
-        return Draft(ids, [40] * rows, None, "long", acceptance=acceptance, parents=[parents] * rows)
+        return Draft(ids, [40] * rows, None, "long", prefix_acceptance=acceptance, parents=[parents] * rows)
 
 
 @pytest.mark.parametrize(("tree", "most"), [(7, 7), (25, 25), ("auto", 40), (False, 20)])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from all_pairs import each_value
 from tiny import VOCAB_SIZE, prompts, tiny
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
@@ -85,8 +86,7 @@ def padded(folder: Path, size: int, words: Sequence[str], seed: int = 0) -> PreT
     return type(tiny()).from_pretrained(folder).eval()
 
 
-@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("sizes", "verification"), each_value(SIZES, ["token", "block", "coupled"]))
 def test_one_tokenizer_and_padded_vocabularies_of_other_sizes(sizes: str, verification: str, tmp_path: Path):
     """As of Qwen 2.5. Ids that the draft alone scores are never proposed, those that it lacks may be emitted."""
     size, draft_size = SIZES[sizes]

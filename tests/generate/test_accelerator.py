@@ -221,35 +221,14 @@ KINDS |= {
 
 
 # what each of these would see of a layout or of a draft, two others see
-SLOW_KINDS = [
-    "padded, greedy",
-    "padded, block",
-    "packed, greedy",
-    "packed, coupled",
-    "lockstep, coupled",
-    "lockstep, block",
-]
-SLOW_KINDS += ["t5 lockstep", "bart lockstep", "masks, sampled", "synthid", "queue", "seeds"]
-SLOW_KINDS += ["dspark", "dflash2", "gemma4 assistant", "gemma4 assistant, padded"]
-SLOW_DEFAULTS = [
-    *SLOW_KINDS,
-    "ragged, greedy",
-    "ragged, coupled",
-    "m2m_100 lockstep",
-    "list",
-    "masks, suffix",
-    "criterion",
-]
-SLOW_DEFAULTS += [
-    "domino",
-    "dflash causal",
-    "eagle3 with windows",
-    "masks of functions, queue",
-    "queue, greedy",
-    "eagle3",
-    "dflash2, seeds",
-    "gemma4 assistant, packed",
-]
+SLOW_KINDS = ["padded, greedy", "padded, block", "packed, greedy", "packed, coupled", "lockstep, coupled"]
+SLOW_KINDS += ["lockstep, block", "ragged, coupled", "t5 lockstep", "bart lockstep", "masks, sampled", "synthid"]
+SLOW_KINDS += ["queue", "seeds", "list", "criterion", "eagle3", "dspark", "domino", "dflash2", "dflash2, seeds"]
+SLOW_KINDS += ["gemma4 assistant", "gemma4 assistant, padded", "gemma4 assistant, packed"]
+SLOW_KINDS += ["trees, greedy", "trees, eagle3"]
+SLOW_DEFAULTS = [*SLOW_KINDS, "ragged, greedy", "m2m_100 lockstep", "masks, suffix", "dflash causal"]
+SLOW_DEFAULTS += ["eagle3 with windows", "masks of functions, queue", "queue, greedy", "trees, queue", "trees, seeds"]
+SLOW_DEFAULTS += ["trees, processors", "trees, dflash", "trees, suffix"]
 
 
 def partly_slow(slow: list[str]) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from alike import ENTRIES, models, said, same, stock
+from all_pairs import each_value
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import DynamicCache
 from transformers.generation.logits_process import (
@@ -52,8 +53,7 @@ CALLS: dict[str, Callable[[list[int]], dict[str, Any]]] = {  # of tokens that th
 }
 
 
-@pytest.mark.parametrize("do_sample", SAMPLING)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "do_sample"), each_value(CALLS, SAMPLING))
 def test_lengths_and_ends(name: str, do_sample: bool):
     """With the warnings of stock about what is missing or cannot be."""
     same(**prompts(4) | {"do_sample": do_sample} | CALLS[name](common(do_sample)))
@@ -164,8 +164,7 @@ def more(text: torch.Tensor, words: int, seed: int) -> torch.Tensor:
     return torch.cat([text, ids], -1)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize(("model_type", "entry"), each_value(["llama", "gpt2"], ENTRIES))
 def test_a_conversation_goes_on_in_its_cache(model_type: str, entry: Callable):
     """Three turns in one cache, the user's words between them, as without a cache; and each turn reads only them."""
     target = tiny(model_type)

@@ -41,12 +41,12 @@ def models(model_type: str) -> tuple[PreTrainedModel, dict[str, PreTrainedModel]
 
 @pytest.mark.parametrize(("model_type", "rows", "settings"), all_pairs(MODEL_TYPES, [1, 4, 8], SETTINGS))
 def test_equals_stock(model_type: str, rows: int, settings: str):
-    target, drafts = models(model_type)
+    (target, drafts), call, compared = models(model_type), SETTINGS[settings] | {"max_new_tokens": NEW_TOKENS}, None
     for name, draft in drafts.items():
         for number in (1, 4, 7):
             strategy = SpeculativeDecoding(draft, num_draft_tokens=number, verification="coupled")
-            text = assert_plain(target, strategy, prompts(rows), **SETTINGS[settings], max_new_tokens=NEW_TOKENS).text
-            assert min(len(set(row.tolist())) for row in text[:, 11:]) >= 5, name
+            compared = assert_plain(target, strategy, prompts(rows), before=compared, **call)
+            assert min(len(set(row.tolist())) for row in compared.text[:, 11:]) >= 5, name
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -71,10 +71,11 @@ def test_end_and_pad_tokens(model_type: str, settings: str, pad: str):
     common = torch.bincount(free[:, 11:].flatten(), minlength=VOCAB_SIZE).argsort(descending=True).tolist()
     eos = [common[3], common[8]]
     chosen |= {"eos_token_id": eos, "pad_token_id": eos[0] if pad == "equal to the end token" else common[0]}
+    compared = None
     for draft in drafts.values():
         strategy = SpeculativeDecoding(draft, num_draft_tokens=4, verification="coupled")
-        text = assert_plain(target, strategy, prompts(8), **chosen).text
-        ends = torch.isin(text[:, 11:], torch.tensor(eos)).int().argmax(-1)
+        compared = assert_plain(target, strategy, prompts(8), before=compared, **chosen)
+        ends = torch.isin(compared.text[:, 11:], torch.tensor(eos)).int().argmax(-1)
         assert len(set(ends.tolist())) > 2
 
 

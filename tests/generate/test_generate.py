@@ -104,7 +104,7 @@ def timed_calls(monkeypatch: pytest.MonkeyPatch, *calls: Callable) -> list[int]:
 
     def measure(costs: Costs, batch: int, *forwards: Any) -> None:
         counts[-1] += 1
-        costs.table[batch] = costs.measured[batch] = {"target": {1: 1.0, 9: 1.0}, "draft": 0.1}
+        costs.forward_times[batch] = costs.measured[batch] = {"target": {1: 1.0, 9: 1.0}, "draft": 0.1}
 
     monkeypatch.setattr(Costs, "measure", measure)
     for call in calls:

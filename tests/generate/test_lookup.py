@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from all_pairs import each_value
 from tiny import Forwards, prompts, tiny
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -30,9 +31,9 @@ def test_what_is_looked_up(asked: dict, matches: dict):
     assert draft.options == hf_specx.SuffixDraft(4, **matches).options
 
 
-@pytest.mark.parametrize("asked", [NUMBER, ASKED], ids=["number", "number and size"])
-@pytest.mark.parametrize("where", ["call", "config", "model", "folder"])
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(
+    ("rows", "where", "asked"), each_value([1, 4], ["call", "config", "model", "folder"], [NUMBER, ASKED])
+)
 def test_in_the_call_and_in_configs(rows: int, where: str, asked: dict, tmp_path: Path):
     target, inputs = repetitive(rows)
     expected, call = target.generate(**inputs, **GREEDY), partial(hf_specx.generate, model=target)

@@ -18,10 +18,10 @@ from tiny import Forwards
 from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, generate
+from hf_specx.common.drafts import PAIR_CONFIG_NAME
 from hf_specx.drafting import other_tokenizer
 from hf_specx.drafting.drafter import no_candidates
 from hf_specx.drafting.other_tokenizer import OtherTokenizerDrafter, OtherTokenizerRunner
-from hf_specx.hub.pair_config import CONFIG_NAME
 
 
 KIND, OTHER = "byte-level", "byte-level, other merges"
@@ -211,7 +211,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_pairs_keep_both_tokenizers(saved: Path):
-    config = json.loads((saved / CONFIG_NAME).read_text())
+    config = json.loads((saved / PAIR_CONFIG_NAME).read_text())
     assert config["tokenizers"]["method"] == "own"
     assert config["draft_tokenizer"]["tokens"] == len(tokenizer_of(OTHER))
     assert 0.9 < config["draft_tokenizer"]["overlap"] < 1
@@ -223,4 +223,4 @@ def test_pairs_keep_both_tokenizers(saved: Path):
     assert torch.equal(output, run())
     assert pair.report.tokenizer_match["match"] == "tokens"
     pair.save_pretrained(saved.parent / "again")
-    assert json.loads((saved.parent / "again" / CONFIG_NAME).read_text()) == config
+    assert json.loads((saved.parent / "again" / PAIR_CONFIG_NAME).read_text()) == config

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from all_pairs import each_value
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
@@ -45,8 +46,7 @@ def until_end(tokens: list[int], ends: list[int]) -> list[int]:
 ENDS = {"no end": {"eos_token_id": None}, "ends": {"eos_token_id": [3, 8], "pad_token_id": 0}}
 
 
-@pytest.mark.parametrize("ends", ENDS)
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize(("model_type", "ends"), each_value(["llama", "gpt2", "t5"], ENDS))
 def test_coupled_rows_equal_stock_alone_under_their_seeds(model_type: str, ends: str):
     target, _ = models(model_type)
     inputs, eos = prompts(4), ENDS[ends]["eos_token_id"] or []

@@ -133,7 +133,7 @@ def test_compiled_with_a_window_or_a_queue(settings: dict, traced: None, monkeyp
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
 def test_later_compiled_calls_compile_nothing(traced: None):
     """Whatever the depth of trees, and where the text ends; chains and trees have sizes of their own."""
-    target, inputs, compilations = tiny(), prompts(1), []
+    target, inputs, compilations = tiny(num_hidden_layers=1), prompts(1), []
     strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3, tree=7, compile=True)
     for seed in range(3):
         torch.manual_seed(seed)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from all_pairs import all_pairs, once
+from all_pairs import each_value, once
 from automaton import Automaton
 from criteria import RowSumIs
 from many import alone, completed, requests
@@ -65,7 +65,7 @@ def listened(strategy: SpeculativeDecoding) -> Heard:
     return branches
 
 
-@pytest.mark.parametrize(("rows", "settings", "model_type"), all_pairs([1, 3, 8], [GREEDY, SAMPLED], MODELS))
+@pytest.mark.parametrize(("rows", "settings", "model_type"), each_value([1, 3, 8], [GREEDY, SAMPLED], MODELS))
 def test_random_trees_give_the_text_of_plain(rows: int, settings: dict, model_type: str):
     target, inputs = tiny(model_type, **MODELS[model_type]).double(), prompts(rows)
     settings = settings | {"max_new_tokens": 40, "pad_token_id": 0}
@@ -76,7 +76,7 @@ def test_random_trees_give_the_text_of_plain(rows: int, settings: dict, model_ty
     assert_branches(strategy, branches)
 
 
-@pytest.mark.parametrize(("rows", "settings", "nodes"), all_pairs([1, 3, 8], [GREEDY, SAMPLED], [5, 16, 64]))
+@pytest.mark.parametrize(("rows", "settings", "nodes"), each_value([1, 3, 8], [GREEDY, SAMPLED], [5, 16, 64]))
 def test_combs_give_the_text_of_plain(rows: int, settings: dict, nodes: int):
     target, inputs = tiny().double(), prompts(rows)
     settings = settings | {"max_new_tokens": 40, "pad_token_id": 0}
@@ -110,7 +110,7 @@ class Strict(Automaton):
 
 
 @pytest.mark.parametrize("automaton", [Automaton, Strict])
-@pytest.mark.parametrize(("do_sample", "rows"), all_pairs([False, True], [1, 4]))
+@pytest.mark.parametrize(("do_sample", "rows"), each_value([False, True], [1, 4]))
 def test_a_grammar_follows_the_branches(automaton: type, do_sample: bool, rows: int):
     target, inputs = tiny(), prompts(rows)
     settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 30, "pad_token_id": 0}
@@ -140,7 +140,7 @@ def test_an_error_of_a_prefix_function_counts_where_the_text_goes(do_sample: boo
     assert strategy.report.nodes > strategy.report.drafted
 
 
-@pytest.mark.parametrize(("do_sample", "rows"), all_pairs([False, True], [1, 3, 8]))
+@pytest.mark.parametrize(("do_sample", "rows"), each_value([False, True], [1, 3, 8]))
 def test_rows_stop_inside_of_a_branch(do_sample: bool, rows: int):
     target, inputs = tiny(), prompts(rows)
     settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 40, "pad_token_id": 0}
@@ -164,8 +164,7 @@ def test_rows_stop_inside_of_a_branch(do_sample: bool, rows: int):
                 assert torch.allclose(layer.keys, ours_layer.keys, atol=1e-4)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("draft", ["random trees", "combs"])
+@pytest.mark.parametrize(("do_sample", "draft"), each_value([False, True], ["random trees", "combs"]))
 def test_rows_of_a_queue(do_sample: bool, draft: str):
     target, asked = tiny(), requests(9)
     options = {"do_sample": do_sample, "eos_token_id": [5, 6], "pad_token_id": 0, "max_new_tokens": 24, "top_k": 12}
@@ -182,10 +181,11 @@ def test_rows_of_a_queue(do_sample: bool, draft: str):
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-@pytest.mark.parametrize(("do_sample", "model_type", "rows"), all_pairs([False, True], ["llama", "smollm3"], [1, 3]))
-def test_compiled_forwards(traced: None, do_sample: bool, model_type: str, rows: int):
-    target, inputs = tiny(model_type).double(), prompts(rows)
-    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 30, "pad_token_id": 0}
+@pytest.mark.parametrize(("do_sample", "model_type", "rows"), each_value([False, True], ["llama", "smollm3"], [1, 3]))
+def test_compiled_forwards(request: pytest.FixtureRequest, do_sample: bool, model_type: str, rows: int):
+    request.getfixturevalue("traced" if model_type == "llama" else "untraced")
+    target = tiny(model_type, **{} if model_type == "smollm3" else {"num_hidden_layers": 1}).double()
+    inputs, settings = prompts(rows), {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 30, "pad_token_id": 0}
     for draft in (trees_of(target, inputs, **settings), near(target, 0.1)):
         strategy = SpeculativeDecoding(draft, num_draft_tokens=3, tree=9, compile=True)
         assert_plain(target, strategy, inputs, **settings)

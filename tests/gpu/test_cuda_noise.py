@@ -8,7 +8,7 @@ from plain import generator_state
 from hf_specx.common.batch import Batch, RowState
 from hf_specx.sampling.noise import ReplayedNoise
 from hf_specx.sampling.verifiers import CoupledVerifier, RejectionVerifier
-from hf_specx.sampling.verify import race
+from hf_specx.sampling.verify import sample_exponential_race
 
 
 pytestmark = on_device
@@ -30,7 +30,10 @@ def test_the_race_is_how_torch_draws(shape: tuple[int, int], dtype: torch.dtype)
     expected = [torch.multinomial(probs, 1)[:, 0] for _ in range(5)]
     state = generator_state(DEVICE)
     torch.manual_seed(0)
-    assert all(torch.equal(race(probs, torch.empty_like(probs).exponential_()), tokens) for tokens in expected)
+    assert all(
+        torch.equal(sample_exponential_race(probs, torch.empty_like(probs).exponential_()), tokens)
+        for tokens in expected
+    )
     assert torch.equal(generator_state(DEVICE), state)
 
 

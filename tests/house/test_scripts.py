@@ -54,4 +54,4 @@ def test_the_table_compares_like_with_like(script, monkeypatch, tmp_path: Path):
     lines = table.table([run]).splitlines()
     assert len([line for line in lines if line.startswith("| ")]) == 2 + len(run["rows"])
     assert "| sampled code, float32 | a draft model | 2 |" in table.table([run])
-    assert "| refused | **" in table.table([run])
+    assert "| refused | " in table.table([run])

@@ -8,7 +8,7 @@ import card_cases
 import repositories as r
 from repositories import after, cut, edit, link, load, load_draft, model, move, pickled, put, said, tokenizer, write
 
-from hf_specx.hub.pair_config import CONFIG_NAME
+from hf_specx.common.drafts import PAIR_CONFIG_NAME
 
 
 ROW = {"target": {"1": 1.0, "5": 2.0}, "draft": 0.5}
@@ -26,7 +26,7 @@ HIDING = "shard-00001-model-00001-of-00001.safetensors"
 
 def whole(content: str | bytes):
     """A case that has something else in place of its config."""
-    return after(write(CONFIG_NAME, content))
+    return after(write(PAIR_CONFIG_NAME, content))
 
 
 def costs(**row: object):
@@ -53,7 +53,10 @@ AS_REFERENCE = write("org/draft/config.json", "{}"), put("draft.name", "org/draf
 IN_PICKLE = pickled("x.bin"), write(r.INDEX, '{"metadata": {}, "weight_map": {"lm_head.weight": "x.bin"}}')
 CASES = [
     # What its config says
-    ("has more than 4194304 bytes, .*get it again", after(lambda folder: os.truncate(folder / CONFIG_NAME, 2**40))),
+    (
+        "has more than 4194304 bytes, .*get it again",
+        after(lambda f: os.truncate(f / PAIR_CONFIG_NAME, 2**40)),
+    ),
     ("notes has the control character '.x1b', wh", said("notes", "\x1b[2J")),
     ("target: name is '/models/x', no id on the Hub; .*pass the", said("target.name", "/models/x")),
     ("draft: name is '../x', no id", said("draft.name", "../x")),
@@ -67,8 +70,8 @@ CASES = [
     (r"subfolder is '\.\.\\\\x', no", said("draft.subfolder", "..\\x")),
     ("subfolder is 'C:x', no", said("draft.subfolder", "C:x")),
     (r"subfolder is 'aaaa.*\.\.\., no", said("draft.subfolder", "a" * 5000)),
-    ("has no specx_config.json, so it is no draft-target", after(r.remove(CONFIG_NAME))),
-    ("is not JSON .*may be cut off: get it again", after(cut(CONFIG_NAME, -20))),
+    ("has no specx_config.json, so it is no draft-target", after(r.remove(PAIR_CONFIG_NAME))),
+    ("is not JSON .*may be cut off: get it again", after(cut(PAIR_CONFIG_NAME, -20))),
     ("is not JSON .maximum recursion", whole("[" * 100_000)),
     ("is not JSON .'utf-8' codec", whole(b'{"schema": 1, "notes": "\xff"}')),
     ("is not JSON .*surrogates", whole('{"schema": 1, "notes": "\\ud800"}')),
@@ -86,7 +89,7 @@ CASES = [
     ("layout is 'os.system'", said("layout", "os.system")),
     ("tree is True", said("tree", True)),
     (r"table\['2'\]: draft is -1.0, no time; measure it anew with specx tune", costs(draft=-1.0)),
-    (rf"{TIMES}\['5'\] is inf, which nothing measures", costs(target={"1": 1.0, "5": float("inf")})),
+    (rf"{TIMES}\['5'\] is inf, no positive finite number", costs(target={"1": 1.0, "5": float("inf")})),
     (f"{TIMES} is .*, not for 1 and at least one more number", costs(target={"2": 1.0, "3": 2.0})),
     (rf"{TIMES} is \[\[.*, not dict", costs(target=json.loads("[" * 500 + "]" * 500))),
     ("rounds.* is '1000'", rounds({"2": {"1000": 1.0}})),
@@ -98,7 +101,7 @@ CASES = [
     # What runs code or reads elsewhere
     ("means the repository 'org/draft', and a local folder of that", after(*AS_REFERENCE, use=r.from_there)),
     ("model.safetensors is a link out of", after(link("model.safetensors", "w"))),
-    ("specx_config.json is a link out of", after(link(CONFIG_NAME, "c"))),
+    ("specx_config.json is a link out of", after(link(PAIR_CONFIG_NAME, "c"))),
     ("draft is a link out of", after(link("draft", "d"))),
     ("up/draft is a link out of", after(*ELSEWHERE, use=lambda folder: load(folder, target=r.pair().target))),
     ("tokenizer.json is a link out of", after(link("tokenizer.json", "t"))),
@@ -156,6 +159,8 @@ CASES = [
     ("nowhere' is neither a folder nor an id on the Hub", lambda f: load(f / "nowhere")),
     ("is a folder, which has no revision 'v1'; leave", lambda f: load(f, revision="v1")),
     ("subfolder= has no place in loading a pair", lambda f: load(f, subfolder="draft")),
+    ("compile= has no place in loading a pair", lambda f: load(f, compile=True)),
+    ("stream_by= has no place in loading a pair", lambda f: load(f, draft_kwargs={"stream_by": "run"})),
     # What is there
     ("draft has no config.json: .*written half; get", after(r.remove("draft/config.json"))),
     ("other has no config.json", said("draft.subfolder", "other")),

@@ -25,8 +25,9 @@ from typer.main import get_command
 
 from hf_specx import DraftTargetPair
 from hf_specx.cli.commands import app
+from hf_specx.common.drafts import PAIR_CONFIG_NAME
 from hf_specx.hub.cards import embedded_card, render, write_embedded_card
-from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
+from hf_specx.hub.pair_config import ModelSource, PairConfig
 from hf_specx.hub.publish import pair_as_it_is, save, write_folder
 
 
@@ -112,7 +113,7 @@ def test_no_folder_of_this_machine_is_published(tmp_path: Path):
     pair = DraftTargetPair(tiny(), tiny(seed=1))
     pair.config.measurements = [measured(command=typed)]
     pair.save_pretrained(tmp_path / "pair")
-    assert PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME).measurements[0].command == shown
+    assert PairConfig.from_file(tmp_path / "pair" / PAIR_CONFIG_NAME).measurements[0].command == shown
     assert pair.config.measurements[0].command == typed
 
 
@@ -230,7 +231,7 @@ def test_the_examples_of_other_pairs_run_as_they_stand(folder: Path):
     """Of the embedded pair, of a pair without code, and of two repositories."""
     DraftTargetPair.embedded().tokenizer.save_pretrained(folder / "draft")
     two = PairConfig(ModelSource(str(folder)), ModelSource(str(folder / "draft")))
-    of_pair = render(PairConfig.from_file(folder / CONFIG_NAME), str(folder))
+    of_pair = render(PairConfig.from_file(folder / PAIR_CONFIG_NAME), str(folder))
     for card in (embedded_card(), of_pair, render(two, "two models")):
         scope, outputs = run_examples(card)
         assert len(outputs) == 1

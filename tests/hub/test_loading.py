@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from vision import seeing
 
 from hf_specx.common.checkpoints import Files
-from hf_specx.drafting.heads.load_checked import auto_class, load_model
+from hf_specx.common.load_model import auto_class, load_model
 from hf_specx.hub import facts
 from hf_specx.hub.facts import model_facts
 from hf_specx.hub.pair_config import ModelSource

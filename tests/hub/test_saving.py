@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from zoo import build
 
 from hf_specx import DraftTargetPair
+from hf_specx.common.drafts import PAIR_CONFIG_NAME
 from hf_specx.hub.facts import tokenizer_facts
 from hf_specx.hub.fetch import fingerprint
-from hf_specx.hub.folders import PAIR_CONFIG_NAME
-from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig, SavedCosts, TokenizerFacts
+from hf_specx.hub.pair_config import ModelSource, PairConfig, SavedCosts, TokenizerFacts
 from hf_specx.hub.publish import reference_to, save
 
 
@@ -88,7 +88,7 @@ def test_a_pair_whose_models_come_from_elsewhere(pair: DraftTargetPair, tmp_path
     """By reference to the Hub at a commit; the draft's folder in its repository is not known to the model itself."""
     commits = on_hub(pair, HubOnDisk(tmp_path / "home"))
     pair.save_pretrained(tmp_path / "both", target="reference", draft="reference")
-    config = PairConfig.from_file(tmp_path / "both" / CONFIG_NAME)
+    config = PairConfig.from_file(tmp_path / "both" / PAIR_CONFIG_NAME)
     assert (config.target.name, config.target.revision) == ("org/target", commits["target"])
     assert (config.draft.name, config.draft.revision, config.draft.subfolder) == (
         "org/draft",
@@ -99,7 +99,7 @@ def test_a_pair_whose_models_come_from_elsewhere(pair: DraftTargetPair, tmp_path
     loaded = DraftTargetPair.from_pretrained(tmp_path / "both", cache_dir=pair.cache_dir)
     assert weights_equal(loaded.target, pair.target)
     loaded.save_pretrained(tmp_path / "again", target="reference", draft="reference")
-    assert (tmp_path / "again" / CONFIG_NAME).read_text() == (tmp_path / "both" / CONFIG_NAME).read_text()
+    assert (tmp_path / "again" / PAIR_CONFIG_NAME).read_text() == (tmp_path / "both" / PAIR_CONFIG_NAME).read_text()
     pair.save_pretrained(tmp_path / "one", target="reference")
     loaded = DraftTargetPair.from_pretrained(tmp_path / "one", target=pair.target)
     assert weights_equal(loaded.draft, pair.draft)
@@ -238,12 +238,11 @@ def test_nothing_but_a_pair_is_ever_replaced(write: Callable[..., object], pair:
     write(pair, empty)
     with pytest.raises(ValueError, match="overwrite=True"):
         write(pair, empty)
-    assert PAIR_CONFIG_NAME == CONFIG_NAME
 
 
 def test_the_embedded_pair_is_as_its_config_says():
-    config = PairConfig.from_file(EMBEDDED / CONFIG_NAME)
-    assert config.to_text() == (EMBEDDED / CONFIG_NAME).read_text()
+    config = PairConfig.from_file(EMBEDDED / PAIR_CONFIG_NAME)
+    assert config.to_text() == (EMBEDDED / PAIR_CONFIG_NAME).read_text()
     assert config.target.fingerprint == fingerprint(EMBEDDED)
     assert config.draft.fingerprint == fingerprint(EMBEDDED / config.draft.subfolder)
     assert config.tokenizers == tokenizer_facts(AutoTokenizer.from_pretrained(EMBEDDED))
@@ -268,7 +267,7 @@ def test_what_was_measured_is_of_those_models(role: str, how: str, pair: DraftTa
         with pytest.warns(UserWarning, match="specx tune"):
             loaded = DraftTargetPair.from_pretrained(folder)
     loaded.save_pretrained(tmp_path / "again")
-    config = PairConfig.from_file(tmp_path / "again" / CONFIG_NAME)
+    config = PairConfig.from_file(tmp_path / "again" / PAIR_CONFIG_NAME)
     assert (config.costs, config.measurements, config.prompts, config.license) == (None, [], ["a", "b"], "apache-2.0")
     assert (config.num_draft_tokens, config.verification, config.layout) == ("auto", None, "auto")
     assert weights_equal(getattr(DraftTargetPair.from_pretrained(tmp_path / "again"), role), other)

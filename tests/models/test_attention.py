@@ -177,7 +177,7 @@ def test_models_of_any_group_equal_stock(heads: int, layout: str, monkeypatch: p
 def test_what_a_user_compiles_is_compiled_once():
     """Though torch looks at the registry, it finds the same in each forward of ours, and in each plain one."""
     target, graphs = tiny("llama", num_hidden_layers=1), []
-    draft, call = near(target, 0.05), prompts(2) | {"do_sample": False, "max_new_tokens": 12}
+    draft, call = near(target, 0.05), prompts(2) | {"do_sample": False, "max_new_tokens": 8}
     expected = target.generate(**call)
 
     def backend(graph, inputs):

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 import zoo
-from all_pairs import all_pairs
+from all_pairs import each_value
 from counting import counting
 from plain import assert_plain
 from tiny import near, prompts
@@ -27,9 +27,10 @@ NEW_TOKENS = 21
 
 def assert_equals_stock(target: PreTrainedModel, drafts: dict[str, PreTrainedModel], layout: str, **call):
     """Returns stock's tokens."""
+    compared = None
     for draft in drafts.values():
         strategy = SpeculativeDecoding(draft, num_draft_tokens=DRAFT_TOKENS, verification="coupled", layout=layout)
-        compared = assert_plain(target, strategy, {}, lambda: copy.deepcopy(call), seed=4)
+        compared = assert_plain(target, strategy, {}, lambda: copy.deepcopy(call), seed=4, before=compared)
     return compared.text
 
 
@@ -47,7 +48,7 @@ def models(model_type: str) -> tuple[PreTrainedModel, dict[str, PreTrainedModel]
     }
 
 
-@pytest.mark.parametrize(("model_type", "layout", "settings"), all_pairs(MODEL_TYPES, LAYOUTS, SETTINGS))
+@pytest.mark.parametrize(("model_type", "layout", "settings"), each_value(MODEL_TYPES, LAYOUTS, SETTINGS))
 def test_equals_stock(model_type: str, layout: str, settings: str):
     """In fewer forwards than tokens, with rejections, and with the prompts encoded once by each encoder."""
     target, drafts = models(model_type)
@@ -77,7 +78,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize(("model_type", "layout", "name"), all_pairs(MODEL_TYPES, LAYOUTS, CALLS))
+@pytest.mark.parametrize(("model_type", "layout", "name"), each_value(MODEL_TYPES, LAYOUTS, CALLS))
 def test_other_calls(model_type: str, layout: str, name: str):
     target, drafts = models(model_type)
     call = zoo.inputs(target, 4) | SETTINGS["sampled"] | {"max_new_tokens": 12} | CALLS[name]
@@ -87,8 +88,7 @@ def test_other_calls(model_type: str, layout: str, name: str):
         assert len(set((text[:, 1:] != 0).sum(-1).tolist())) > 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize(("model_type", "layout"), each_value(KINDS, LAYOUTS))
 def test_a_cache_without_a_mask(model_type: str, layout: str):
     """Stock reads all of `decoder_input_ids` behind what the cache holds, which it finds out by a mask only."""
     target, drafts = models(model_type)

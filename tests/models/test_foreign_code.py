@@ -248,11 +248,12 @@ def test_another_coefficient_is_measured_anew(put: Callable[[PreTrainedModel], C
     assert put is by_tensor or len(RESULTS[target]) == number  # the first result holds again
 
 
+@pytest.mark.usefixtures("traced")
 def test_what_a_hook_keeps_is_compiled_anew_when_it_changes():
     """A hook that is right, whose coefficient torch would write into the forward as a number."""
-    target, coefficients = tiny(), [0.0]
+    target, coefficients = tiny(num_hidden_layers=1), [0.0]
     target.model.layers[0].register_forward_hook(lambda module, args, output: output + coefficients[0] * VECTOR)
-    strategy = coupled(tiny(), 0.05, compile=True)
+    strategy = coupled(tiny(num_hidden_layers=1), 0.05, compile=True)
     for coefficient in (0.0, 1.0):
         coefficients[0] = coefficient
         texts = []

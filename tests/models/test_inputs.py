@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from all_pairs import all_pairs
+from all_pairs import each_value
 from plain import assert_plain
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
@@ -65,8 +65,7 @@ def later(text: torch.Tensor, mask: torch.Tensor, words: int = 5) -> dict[str, t
     return {"input_ids": ids, "attention_mask": torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - 11)], -1)}
 
 
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize(("model_type", "settings"), each_value(["llama", "mistral"], [GREEDY, SAMPLED]))
 def test_a_cache_of_stock_is_continued_and_filled(model_type: str, settings: dict):
     """The user's own object is what holds the text afterwards, as with stock; a full window takes the lockstep."""
     target, inputs = tiny(model_type), prompts(3)
@@ -116,8 +115,7 @@ DRAFTS = {
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize(("name", "settings"), each_value(DRAFTS, [GREEDY, SAMPLED]))
 def test_pairs_of_two_families(name: str, settings: dict):
     """Any draft is exact; far ones are hardly accepted, so that nearly every round rolls back."""
     same(tiny("llama"), DRAFTS[name](), prompts(3), settings)
@@ -139,7 +137,7 @@ def test_token_types_reach_every_forward(layout: str):
 @pytest.mark.usefixtures("draft_pays")
 @pytest.mark.parametrize(
     ("layout", "new_tokens", "num_draft_tokens"),
-    all_pairs(["ragged", "padded", "packed", "lockstep"], [1, 2, 20], ["auto", 4]),
+    each_value(["ragged", "padded", "packed", "lockstep"], [1, 2, 20], ["auto", 4]),
 )
 def test_a_text_that_fills_its_table_of_positions(layout: str, new_tokens: int, num_draft_tokens: int | str):
     """The last token is never fed, so that it needs no position; candidates behind it must not either."""

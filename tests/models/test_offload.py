@@ -8,7 +8,7 @@ import pytest
 import torch
 import zoo
 from accelerate import cpu_offload, disk_offload, dispatch_model
-from all_pairs import all_pairs
+from all_pairs import each_value
 from counting import counting
 from tiny import near, prompts, tiny
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
@@ -67,7 +67,7 @@ ROLES = ["target", "draft", "target draft"]
 
 
 @pytest.mark.parametrize(
-    ("case", "where", "which", "do_sample"), all_pairs(CASES, ["cpu", "disk", "both"], ROLES, [False, True])
+    ("case", "where", "which", "do_sample"), each_value(CASES, ["cpu", "disk", "both"], ROLES, [False, True])
 )
 def test_text_of_the_models_in_memory(case: tuple[str, str], where: str, which: str, do_sample: bool, tmp_path: Path):
     kind, layout = case
@@ -121,7 +121,7 @@ def test_everything_else_that_a_call_can_want(tmp_path: Path):
     torch.testing.assert_close(torch.stack(output.logits), torch.stack(expected.logits), **bounds)
     for ours, stocks in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
         torch.testing.assert_close(ours.keys[:, :, -5:], stocks.keys[:, :, -5:], **bounds)
-    assert list(strategy.costs.table) == [3]
+    assert list(strategy.costs.forward_times) == [3]
 
 
 @pytest.mark.gpu

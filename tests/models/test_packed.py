@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import zoo
-from all_pairs import all_pairs
+from all_pairs import each_value
 from plain import assert_plain
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 from transformers import PreTrainedModel
@@ -43,7 +43,7 @@ def packed(target: PreTrainedModel, inputs: dict, draft: PreTrainedModel | None 
     return forwards.ids[-count:]
 
 
-@pytest.mark.parametrize(("model_and_attention", "rows", "settings"), all_pairs(MODELS, LENGTHS, [GREEDY, SAMPLED]))
+@pytest.mark.parametrize(("model_and_attention", "rows", "settings"), each_value(MODELS, LENGTHS, [GREEDY, SAMPLED]))
 def test_equals_stock(
     model_and_attention: tuple[str, str], rows: int, settings: dict, monkeypatch: pytest.MonkeyPatch
 ):

@@ -96,8 +96,8 @@ def test_right_targets_are_let_through(dtype: torch.dtype):
         figures.setdefault("embedded", []).append(list(RESULTS[target].values())[-1])
     for name, differences in figures.items():
         alarms = sum(not difference.is_rounding for difference in differences)
-        largest = max(difference.figure for difference in differences)
-        nearest = max(difference.figure / difference.limit for difference in differences)
+        largest = max(difference.value for difference in differences)
+        nearest = max(difference.value / difference.limit for difference in differences)
         print(f"\n{dtype}, {name}: {alarms} of {len(differences)}, largest {largest:.2g}, {nearest:.2g} of its limit")
         assert alarms == 0
 

@@ -15,7 +15,7 @@ from hf_specx.models import layers
 from hf_specx.models.choose import RUNNERS
 from hf_specx.models.layers import RingLayer, SlotLayer
 from hf_specx.models.runner import ModelRunner
-from hf_specx.models.slots import SlotCache, assemble
+from hf_specx.models.slots import SlotCache, fill_returned_cache
 
 
 @pytest.mark.parametrize("limit", [0, 45, 400])
@@ -113,7 +113,7 @@ def test_a_cache_that_is_handed_over_is_what_would_be_copied(first: int):
         for number, layer in enumerate(states):
             source.update(layer.clone(), layer + 1, number)
         rows = {row: source.read_row(row, torch.arange(first, first + length + 1)) for row in range(3)}
-        caches.append(assemble(DynamicCache(), source, rows, ends, length, shared, []))
+        caches.append(fill_returned_cache(DynamicCache(), source, rows, ends, length, shared, []))
         assert [layer.keys for layer in source.layers] == [None, None]
     for layer, copied in zip(*(cache.layers for cache in caches), strict=True):
         assert torch.equal(layer.keys, copied.keys)
@@ -130,7 +130,7 @@ def test_layers_of_two_kinds_are_put_together():
     for number, layer in enumerate(states):
         source.update(layer.clone(), layer + 1, number)
     rows = {row: source.read_row(row, torch.arange(20)) for row in range(2)}
-    cache = assemble(DynamicCache(), source, rows, [20, 20], 20, slice(20), [])
+    cache = fill_returned_cache(DynamicCache(), source, rows, [20, 20], 20, slice(20), [])
     for layer, written in zip(cache.layers, states, strict=True):
         assert torch.equal(layer.keys, written)
         assert torch.equal(layer.values, written + 1)

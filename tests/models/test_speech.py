@@ -7,6 +7,7 @@ from functools import cache, partial
 import pytest
 import torch
 import zoo
+from all_pairs import each_value
 from counting import counting
 from test_encoder_decoder import LAYOUTS, assert_equals_stock
 from tiny import near
@@ -77,9 +78,10 @@ def string(draft: PreTrainedModel, folder: str, name: str = "draft_model", **cal
 Form = Callable[..., torch.Tensor]
 
 
-@pytest.fixture(params=[strategy, function, string], ids=lambda form: form.__name__)
-def form(request: pytest.FixtureRequest, folder: str) -> Form:
-    return partial(request.param, folder=folder)
+def one_of_three(default: Form) -> list:
+    """The three forms of a call, of which the other two are slow."""
+    forms = (strategy, function, string)
+    return [pytest.param(form, marks=() if form is default else pytest.mark.slow, id=form.__name__) for form in forms]
 
 
 def sounds(rows: int = 4, windows: int = 1) -> dict[str, torch.Tensor]:
@@ -124,8 +126,7 @@ def assert_same(form: Form, names: list[str] | None = None, plain: bool = False,
 FORMS = [*(partial(strategy, layout=layout) for layout in LAYOUTS), function, string]
 
 
-@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("way", FORMS, ids=[*LAYOUTS, "function", "string"])
+@pytest.mark.parametrize(("way", "settings"), each_value(FORMS, [{}, SAMPLED]))
 def test_one_window_and_several(way: Form, settings: dict, folder: str):
     """Several of our loops in one call of the user's, over a batch that gets smaller."""
     form = partial(way, folder=folder)
@@ -148,8 +149,10 @@ def test_a_draft_in_another_precision(name: str, folder: str):
         assert len(forwards) < 20
 
 
-def test_windows_that_go_on_from_the_last(form: Form):
+@pytest.mark.parametrize("way", one_of_three(strategy))
+def test_windows_that_go_on_from_the_last(way: Form, folder: str):
     """Then prompts differ in length, and lie behind a mask."""
+    form = partial(way, folder=folder)
     plain, _ = assert_same(form, ["near"], **long(max_new_tokens=12))
     conditioned, _ = assert_same(form, **long(max_new_tokens=12, condition_on_prev_tokens=True))
     assert not torch.equal(plain, conditioned)
@@ -182,8 +185,10 @@ def test_tokens_suppressed_at_the_beginning(folder: str, monkeypatch: pytest.Mon
         string(drafts()["near"], folder, name="assistant_model", **short())
 
 
-def test_windows_that_are_judged_by_their_scores(form: Form):
+@pytest.mark.parametrize("way", one_of_three(string))
+def test_windows_that_are_judged_by_their_scores(way: Form, folder: str):
     """Those with low scores are tried again at other temperatures; a processor that keeps state finds silence."""
+    form = partial(way, folder=folder)
     fallback = {"temperature": (0.0, 0.8), "logprob_threshold": -0.3}
     plain, _ = assert_same(form, ["near"], **long())
     tried, _ = assert_same(form, ["near"], **long(**fallback))
@@ -221,8 +226,10 @@ def test_times_of_tokens_by_cross_attentions():
     torch.testing.assert_close(output["token_timestamps"], expected["token_timestamps"])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model_type", ["speech_to_text", "seamless_m4t", "moonshine", "speecht5", "canary"])
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    each_value(["speech_to_text", "seamless_m4t", "moonshine", "speecht5", "canary"], LAYOUTS),
+)
 def test_other_types(model_type: str, layout: str):
     model = zoo.build("speech", model_type)
     language = {"tgt_lang": "fra"} if model_type == "seamless_m4t" else {}

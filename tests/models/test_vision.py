@@ -6,6 +6,7 @@ from functools import cache, partial
 
 import pytest
 import torch
+from all_pairs import each_value
 from plain import assert_plain
 from rounds import Heard
 from tiny import Forwards, near, prompts, tiny
@@ -27,6 +28,8 @@ LENGTH = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
 CALLS = [((1,), "two texts a row"), ((1, 0, 1), "greedy"), ((1, 1, 1), "two texts a row")]  # images in each row
 LAYOUTS = ("ragged", "padded", "lockstep")
 EXACT = [(t, layout) for t in MODEL_TYPES for layout in LAYOUTS if (t, layout) != ("paligemma", "ragged")]
+BY_DEFAULT = EXACT[1::2] + [(model_type, "auto") for model_type in MODEL_TYPES]  # each type in two or three layouts
+SLOWLY = [pytest.param(*case, marks=pytest.mark.slow) for case in EXACT[::2]]
 
 
 def generated(target: PreTrainedModel, call: dict, **settings) -> torch.Tensor:
@@ -51,7 +54,7 @@ def any_layout(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
-@pytest.mark.parametrize(("model_type", "layout"), EXACT + [(model_type, "auto") for model_type in MODEL_TYPES])
+@pytest.mark.parametrize(("model_type", "layout"), [*BY_DEFAULT, *SLOWLY])
 def test_equals_stock(model_type: str, layout: str, request: pytest.FixtureRequest):
     """For a draft that sees the images and for one that reads their placeholders as words."""
     if layout != "auto":
@@ -137,8 +140,7 @@ def compared(draft: PreTrainedModel, done: Round) -> int:
     return sum(done.draft.lengths)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model_type", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize(("model_type", "layout"), each_value(["llava", "qwen2_5_vl"], LAYOUTS))
 @pytest.mark.usefixtures("any_layout")
 def test_a_draft_of_text_reads_the_words_alone(model_type: str, layout: str):
     """What stands for an image is hidden from it, and its positions count the words."""

@@ -78,6 +78,7 @@ def test_the_text_of_compiled_rounds_is_that_of_others(verification: str):
 QUEUES = all_pairs(RAGGED, ["near", "early exit"], KINDS)
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(("way", "draft", "model_type"), some(QUEUES, "smollm3"))
 def test_rows_of_a_queue_are_replaced(way: str, draft: str, model_type: str):
     """Prompts shorter and longer than a ring, also than the first ones, so that columns are put before all rows."""
@@ -104,6 +105,7 @@ def test_a_model_that_reads_prompts_without_its_window_completes_whole_batches(p
     assert [x.tokens for x in strategy.generate_many(target, [text] * 3, batch_size=1, **settings)] == [plain] * 3
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("way", some(RAGGED))
 def test_what_a_window_has_lost_is_not_copied(way: str, monkeypatch: pytest.MonkeyPatch):
     """What two prompts that come together begin with is read once; that of rows that decode is no longer there."""
@@ -149,6 +151,7 @@ def decoding(way: str, target: PreTrainedModel, width: int, room: int) -> tuple[
     return make_runner(CUT[way]["layout"], prompt, compiled=way == "compiled"), batch
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("way", CUT)
 @torch.no_grad()
 def test_rows_may_lack_unequal_numbers_of_tokens(way: str):
@@ -168,6 +171,7 @@ def test_rows_may_lack_unequal_numbers_of_tokens(way: str):
             runner.limit_computed_tokens(row, batch.counts[row])
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(("way", "short"), all_pairs(RAGGED, [0, 1]))
 @torch.no_grad()
 def test_a_ring_has_no_slot_to_spare(way: str, short: int, monkeypatch: pytest.MonkeyPatch):
@@ -184,6 +188,7 @@ def test_a_ring_has_no_slot_to_spare(way: str, short: int, monkeypatch: pytest.M
         assert torch.allclose(logits, expected, rtol=0, atol=1e-9) == (not short)
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("way", some(CUT))
 def test_prompts_may_be_read_in_pieces(way: str):
     target, inputs = tiny("mistral").double(), prompts(3, width=4 * WINDOW)
@@ -191,6 +196,7 @@ def test_prompts_may_be_read_in_pieces(way: str):
     assert_plain(target, strategy, inputs, **LONG, do_sample=False, prefill_chunk_size=5)
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("way", some(CUT))
 def test_the_cache_is_that_of_plain_generate(way: str):
     target, inputs = tiny("smollm3").double(), prompts(2, width=3 * WINDOW)
@@ -222,6 +228,7 @@ def test_a_cache_without_all_columns_cannot_be_cut_back():
             layer.crop(-SPARE)
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("way", CUT)
 @torch.no_grad()
 def test_memory_is_nearly_that_of_plain_generate(way: str, monkeypatch: pytest.MonkeyPatch):

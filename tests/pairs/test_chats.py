@@ -93,4 +93,4 @@ def test_a_pair_moves_as_one(pair: DraftTargetPair):
     pair.strategy.costs = Costs({1: {"target": {1: 1.0, 9: 1.0}, "draft": 0.1}})
     assert pair.to("meta") is pair
     assert pair.target.device.type == pair.draft.device.type == "meta"
-    assert not pair.strategy.costs.table
+    assert not pair.strategy.costs.forward_times

@@ -16,8 +16,9 @@ from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specx import DraftHead, DraftTargetPair, EarlyExitDraft, SuffixDraft, SuffixPool, generate
+from hf_specx.common.drafts import PAIR_CONFIG_NAME
 from hf_specx.hub.load_model import HEAD_NAME
-from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
+from hf_specx.hub.pair_config import PairConfig
 from hf_specx.hub.publish import save
 from hf_specx.hub.vllm import vllm
 from hf_specx.pairs.fingerprint import arguments_of
@@ -45,7 +46,7 @@ def plain(target: PreTrainedModel, rows: int) -> torch.Tensor:
 def test_saved_and_loaded(tmp_path: Path, kind: str):
     (draft, options), folder, target = KINDS[kind], tmp_path / "pair", predicting()
     DraftTargetPair(target, draft).save_pretrained(folder)
-    values = json.loads((folder / CONFIG_NAME).read_text())
+    values = json.loads((folder / PAIR_CONFIG_NAME).read_text())
     assert {name: values[name] for name in KINDS if name in values} == {kind: options}
     assert not (folder / "draft").exists()
     pair = DraftTargetPair.from_pretrained(folder)
@@ -53,11 +54,11 @@ def test_saved_and_loaded(tmp_path: Path, kind: str):
     assert torch.equal(pair.generate(**prompts(3), **GREEDY), plain(target, 3))
     assert pair.report.sources.keys() <= {kind.replace("_", " ")}  # a text that never repeats has no suffix
     pair.save_pretrained(tmp_path / "again")
-    assert (tmp_path / "again" / CONFIG_NAME).read_text() == (folder / CONFIG_NAME).read_text()
+    assert (tmp_path / "again" / PAIR_CONFIG_NAME).read_text() == (folder / PAIR_CONFIG_NAME).read_text()
     pair = DraftTargetPair.from_pretrained(folder, draft=tiny(seed=1))  # a model may take its place
     assert isinstance(pair.draft, PreTrainedModel)
     pair.save_pretrained(tmp_path / "with model")
-    assert getattr(PairConfig.from_file(tmp_path / "with model" / CONFIG_NAME), kind) is None
+    assert getattr(PairConfig.from_file(tmp_path / "with model" / PAIR_CONFIG_NAME), kind) is None
 
 
 def with_trained_head(target: PreTrainedModel, bias: bool = False) -> EarlyExitDraft:
@@ -79,12 +80,12 @@ def test_a_head_is_saved_with_its_exit(tmp_path: Path):
     folder, target = tmp_path / "pair", predicting()
     saved = DraftTargetPair(target, with_trained_head(target, bias=True))
     saved.save_pretrained(folder)
-    assert json.loads((folder / CONFIG_NAME).read_text())["early_exit"] == {"exit_layer": 1, "head": True}
+    assert json.loads((folder / PAIR_CONFIG_NAME).read_text())["early_exit"] == {"exit_layer": 1, "head": True}
     pair = DraftTargetPair.from_pretrained(folder)
     assert torch.equal(drafts_of(pair), drafts_of(saved))
     assert not torch.equal(drafts_of(pair), drafts_of(DraftTargetPair(target, EarlyExitDraft(1))))
     pair.save_pretrained(tmp_path / "again")
-    for name in (CONFIG_NAME, HEAD_NAME):
+    for name in (PAIR_CONFIG_NAME, HEAD_NAME):
         assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
     half = DraftTargetPair.from_pretrained(folder, dtype=torch.bfloat16)
     assert half.draft.head.weight.dtype == torch.bfloat16

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_specx import DraftTargetPair
 from hf_specx.common.devices import execution_device, last_device
+from hf_specx.common.drafts import PAIR_CONFIG_NAME
 from hf_specx.hub import load_model as hub_loading
-from hf_specx.hub.pair_config import CONFIG_NAME
 from hf_specx.pairs import loading as pair_loading
 from hf_specx.pairs.placement import Placement
 
@@ -67,7 +67,7 @@ def test_devices_of_the_target(device_map: object, folder: Path, target: PreTrai
 def test_arguments_for_a_model_that_is_given_are_refused(role: str, options: dict, folder: Path, tmp_path: Path):
     """Before a model is fetched: here there is none. Of a draft without weights they are refused too."""
     name = next(iter(options))
-    shutil.copy(folder / CONFIG_NAME, tmp_path)
+    shutil.copy(folder / PAIR_CONFIG_NAME, tmp_path)
     with pytest.raises(ValueError, match=f"^{name}= .*{role}"):
         DraftTargetPair.from_pretrained(tmp_path, **{role: tiny()}, **options)
     put("suffix", {})(tmp_path)

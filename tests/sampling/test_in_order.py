@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import zoo
-from all_pairs import all_pairs
+from all_pairs import each_value
 from criteria import Counting
 from plain import assert_plain, coupled
 from tiny import near, prompts, tiny
@@ -75,7 +75,7 @@ CASES = {
 ENDS = [2, 7, 11, 19, 23, 33, 41, 46]
 
 
-@pytest.mark.parametrize(("case", "do_sample", "eos_token_id"), all_pairs(CASES, [False, True], [None, ENDS]))
+@pytest.mark.parametrize(("case", "do_sample", "eos_token_id"), each_value(CASES, [False, True], [None, ENDS]))
 def test_equals_stock(case: str, do_sample: bool, eos_token_id: list | None):
     target = tiny()
     settings = {"do_sample": do_sample, "max_new_tokens": NEW_TOKENS, "eos_token_id": eos_token_id, "pad_token_id": 3}

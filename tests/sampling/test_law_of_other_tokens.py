@@ -63,8 +63,8 @@ class Misjudging(RejectionVerifier):
     raw: torch.Tensor  # [R, V of the draft], of the last step
     judged_by: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-    def choose(self, batch, scores, ahead, lengths):
-        token, _ = super().choose(batch, scores, ahead, lengths)
+    def draw_candidates(self, batch, scores, ahead, lengths):
+        token, _ = super().draw_candidates(batch, scores, ahead, lengths)
         return token, Misjudging.judged_by(self.raw, scores)
 
 
@@ -88,11 +88,13 @@ def restricted_late(raw: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     return probs / probs.sum(-1, keepdim=True).clamp(min=1e-9)
 
 
-def from_common_tokens(residual: torch.Tensor, target: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+def from_common_tokens(residual: torch.Tensor, target: torch.Tensor, next_uniform: torch.Tensor) -> torch.Tensor:
     """Wrong: a recovered token is one of the common tokens."""
     without_others = residual.clone()
     without_others[..., OF_TARGET.index("e")] = 0
-    return verify.pick(torch.where(without_others.sum(-1, keepdim=True) > 0, without_others, target), choice)
+    return verify.sample_inverse_cdf(
+        torch.where(without_others.sum(-1, keepdim=True) > 0, without_others, target), next_uniform
+    )
 
 
 JUDGED = {"not renormalised": not_renormalised, "overwritten": overwritten, "restricted after top-p": restricted_late}

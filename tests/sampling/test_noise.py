@@ -9,7 +9,7 @@ from hf_specx.sampling import noise as module
 from hf_specx.sampling import verifiers
 from hf_specx.sampling.noise import ReplayedNoise
 from hf_specx.sampling.verifiers import CoupledVerifier
-from hf_specx.sampling.verify import race
+from hf_specx.sampling.verify import sample_exponential_race
 
 
 def test_few_states_are_kept_of_a_long_text(monkeypatch: pytest.MonkeyPatch):
@@ -48,11 +48,16 @@ def test_no_more_noise_is_held_than_there_is_memory(most: int, held: int, monkey
 def test_noise_has_the_precision_of_the_target(seeds: list | None, monkeypatch: pytest.MonkeyPatch):
     """On a GPU other numbers are drawn for another; a stateful processor may give one that the draft does not have."""
     verifier, seen = CoupledVerifier(2, torch.device("cpu"), 4, seeded=seeds is not None), []
-    monkeypatch.setattr(verifiers, "race", lambda probs, noise: (seen.append(noise.dtype), race(probs, noise))[1])
+
+    def sample(probs, noise):
+        seen.append(noise.dtype)
+        return sample_exponential_race(probs, noise)
+
+    monkeypatch.setattr(verifiers, "sample_exponential_race", sample)
     verifier.start()
     table = [RowState(seed=seed) for seed in seeds or [None, None]]
     batch = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0, row_states=table)
     draft = Draft(torch.empty(2, 0, dtype=torch.int64), [0, 0])
     verifier.verify(batch, draft, torch.zeros(2, 1, 7, dtype=torch.float64))
-    verifier.choose(batch, torch.zeros(2, 7), 1, [2, 2])
+    verifier.draw_candidates(batch, torch.zeros(2, 7), 1, [2, 2])
     assert seen == [torch.float64, torch.float64]

@@ -1,6 +1,7 @@
 """Processors see what stock would show them, at every position of every row."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import DraftHead, SpeculativeDecoding
+from hf_specx.common.batch import Batch, RowState
+from hf_specx.sampling.per_request import RequestProcessors
 
 
 @pytest.mark.parametrize(("name", "do_sample", "rows"), once(SETTINGS, [False, True], [4, 1, 8]))
@@ -27,6 +30,18 @@ def test_equals_stock(name: str, do_sample: bool, rows: int, tmp_path: Path):
     head = DraftHead.from_pretrained(write(random_head(layer_ids=(0, 1), draft_vocab=24), tmp_path), target=target)
     strategy = SpeculativeDecoding(head, num_draft_tokens=3, verification="coupled")
     assert_plain(target, strategy, prompts(rows), **settings)
+
+
+def test_what_a_row_limits_ends_with_the_row():
+    """In a queue: the row that takes back least, and that has masks, has left; the other may draft as it likes."""
+    few = SimpleNamespace(max_rollback=2, limited_by="a grammar", mask_size=5)
+    many = SimpleNamespace(max_rollback=9, limited_by="another", mask_size=0)
+    row_states = [RowState(processors=few), RowState(processors=many)]
+    batch = Batch(torch.ones(2, 3, dtype=torch.int64), None, 0, row_states=row_states)
+    processors = RequestProcessors(batch, frozenset(), (20, "the target"))
+    assert (processors.max_rollback, processors.limited_by, processors.mask_size) == (2, "a grammar", 5)
+    batch.drop_rows([0])
+    assert (processors.max_rollback, processors.limited_by, processors.mask_size) == (9, "another", 0)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

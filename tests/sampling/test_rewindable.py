@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 import torch
 import zoo
-from all_pairs import all_pairs
+from all_pairs import all_pairs, each_value
 from automaton import Automaton
 from enumerated import NUM_DRAFT_TOKENS, PROMPT, exact_distribution, first_tokens, models, p_values
 from enumerated import VOCAB_SIZE as FEW
@@ -69,7 +69,7 @@ AUTOMATA = {
 
 @pytest.mark.parametrize(
     ("layout", "drafts", "options", "sampled"),
-    all_pairs(["ragged", "padded", "packed", "lockstep"], ["model", "suffix", "both"], AUTOMATA, [False, True]),
+    each_value(["ragged", "padded", "packed", "lockstep"], ["model", "suffix", "both"], AUTOMATA, [False, True]),
 )
 def test_text_is_that_of_plain_generate(target, draft, layout: str, drafts: str, options: str, sampled: bool):
     """Nothing is left after the ends of rows, and no more is proposed than can be taken back."""
@@ -217,9 +217,9 @@ def by_parity(row, text):
     return (3, 4, 5, 6, 8, 9) if int(text[-1]) % 2 else (8, 10, 11, 12, 13)
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("drafts", ["model", "suffix", "both"])
-@pytest.mark.parametrize("mask", ["automaton", "function"])
+@pytest.mark.parametrize(
+    ("sampled", "drafts", "mask"), all_pairs([False, True], ["model", "suffix", "both"], ["automaton", "function"])
+)
 def test_tokens_that_a_later_processor_brings_back(target, draft, sampled: bool, drafts: str, mask: str):
     """The state goes on after a token that the mask excludes, if that is what the text has."""
     strategy = SpeculativeDecoding(kinds(draft, min_match=1)[drafts], num_draft_tokens=3, verification="coupled")
@@ -286,18 +286,18 @@ def test_law(verification: str):
 
 def unmasked_q(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates are drawn from the masked distribution, and judged by the one without a mask."""
-    right, choose, seen = TokenMasks.__call__, RejectionVerifier.choose, []
+    right, draw, seen = TokenMasks.__call__, RejectionVerifier.draw_candidates, []
 
     def masked(self, batch, draft, scores, ahead):
         seen.append(scores)
         return right(self, batch, draft, scores, ahead)
 
     def wrong(self, batch, scores, ahead, lengths):
-        token, probs = choose(self, batch, scores, ahead, lengths)
+        token, probs = draw(self, batch, scores, ahead, lengths)
         return token, seen[-1][:, 0].softmax(-1) if seen and len(seen[-1]) == len(probs) else probs
 
     monkeypatch.setattr(TokenMasks, "__call__", masked)
-    monkeypatch.setattr(RejectionVerifier, "choose", wrong)
+    monkeypatch.setattr(RejectionVerifier, "draw_candidates", wrong)
 
 
 def no_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,13 +307,13 @@ def no_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forced_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forced token is judged as if it had been drawn from all tokens alike."""
-    choose = RejectionVerifier.choose
+    draw = RejectionVerifier.draw_candidates
 
     def wrong(self, batch, scores, ahead, lengths):
-        token, probs = choose(self, batch, scores, ahead, lengths)
+        token, probs = draw(self, batch, scores, ahead, lengths)
         return token, torch.where(probs.amax(-1, keepdim=True) == 1, 1 / probs.shape[-1], probs)
 
-    monkeypatch.setattr(RejectionVerifier, "choose", wrong)
+    monkeypatch.setattr(RejectionVerifier, "draw_candidates", wrong)
 
 
 @pytest.mark.parametrize(

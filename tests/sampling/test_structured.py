@@ -202,7 +202,7 @@ class Half(Drafter):
         start = len(batch.row(0))
         tokens = self.text[None, start : start + number].clone()
         tokens[:, 1:] = 300
-        return Draft(tokens, [tokens.shape[1]], None, "half", acceptance=[[1.0] * tokens.shape[1]])
+        return Draft(tokens, [tokens.shape[1]], None, "half", prefix_acceptance=[[1.0] * tokens.shape[1]])
 
 
 @pytest.mark.filterwarnings("ignore:Error in LLMatcher")

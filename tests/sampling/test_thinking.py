@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs, once
+from all_pairs import all_pairs, each_value, once
 from automaton import Automaton
 from many import GREEDY, MODES, assert_alone, requests
 from plain import assert_plain
@@ -117,7 +117,7 @@ def compare(target: Any, strategy: Any, budget: dict[str, Any], rows: int = 3, *
 
 
 @pytest.mark.parametrize(
-    ("layout", "drafts", "name", "sampled", "rows"), all_pairs(LAYOUTS, DRAFTS, BUDGETS, [False, True], [1, 3])
+    ("layout", "drafts", "name", "sampled", "rows"), each_value(LAYOUTS, DRAFTS, BUDGETS, [False, True], [1, 3])
 )
 def test_text_is_that_of_plain_generate(target, draft, layout: str, drafts: str, name: str, sampled: bool, rows: int):
     chosen = {"num_draft_tokens": 3, "layout": layout, "verification": "coupled"}

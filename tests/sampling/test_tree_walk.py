@@ -28,11 +28,13 @@ def random_parents(numbers: random.Random, most: int) -> tuple[int, ...]:
     return tuple(numbers.randrange(-1, number) for number in range(numbers.randint(0, most)))
 
 
-def walk(candidates: list[int], choices: list[int], parents: tuple[int, ...]) -> list[int]:
+def walk(candidates: list[int], target_tokens: list[int], parents: tuple[int, ...]) -> list[int]:
     """The numbers of the candidates that a row accepts; of siblings with one token any may be taken."""
     node, path = -1, []
     while True:
-        children = [i for i, parent in enumerate(parents) if parent == node and candidates[i] == choices[node + 1]]
+        children = [
+            i for i, parent in enumerate(parents) if parent == node and candidates[i] == target_tokens[node + 1]
+        ]
         if not children:
             return path
         node = children[0]
@@ -49,21 +51,21 @@ def test_the_walk_is_that_of_each_row_alone():
         for row, of_row in enumerate(parents):  # siblings have tokens of their own
             ranks = row_tree_of(of_row).ranks
             candidates[row, : len(of_row)] = (candidates[row, : len(of_row)] + torch.tensor(ranks).long()) % 12
-        choices = torch.tensor([[numbers.randrange(3) for _ in range(width + 1)] for _ in range(rows)])
-        proposed = torch.tensor([[i < len(of_row) for i in range(width)] for of_row in parents])
-        verdict = verify_tree(candidates, choices, tree, proposed)
+        target_tokens = torch.tensor([[numbers.randrange(3) for _ in range(width + 1)] for _ in range(rows)])
+        is_candidate = torch.tensor([[i < len(of_row) for i in range(width)] for of_row in parents])
+        verdict = verify_tree(candidates, target_tokens, tree, is_candidate)
         assert verdict.path_nodes is not None
         for row, of_row in enumerate(parents):
-            path = walk(candidates[row].tolist(), choices[row].tolist(), of_row)
+            path = walk(candidates[row].tolist(), target_tokens[row].tolist(), of_row)
             ended_at = path[-1] + 1 if path else 0
             twins = {(of_row[i], int(candidates[row, i])) for i in range(len(of_row))}
             if len(twins) == len(of_row):
                 assert verdict.path_nodes[row, 1 : 1 + len(path)].tolist() == [number + 1 for number in path]
                 assert verdict.accepted[row] == len(path)
-                assert verdict.next_token[row] == choices[row, ended_at]
+                assert verdict.next_token[row] == target_tokens[row, ended_at]
             first = row_tree_of(of_row).first_choices
             leading = [i for i, number in enumerate(first) if path[: i + 1] == list(first[: i + 1])]
-            assert len(twins) < len(of_row) or verdict.acceptance[row, : len(first)].sum() == len(leading)
+            assert len(twins) < len(of_row) or verdict.prefix_acceptance[row, : len(first)].sum() == len(leading)
 
 
 def test_parents_stand_before_their_children():
@@ -122,24 +124,26 @@ def test_law_with_warpers(draft: str):
     assert min(p_values(drawn(draft, temperature=0.6, top_k=3), law)) > 1e-4 / NUM_TESTS
 
 
-def any_child(candidates: Any, choices: Any, tree: Tree, proposed: Any = None) -> Verdict:
+def any_child(candidates: Any, target_tokens: Any, tree: Tree, is_candidate: Any = None) -> Verdict:
     """Wrong: a child is taken if any sibling of it holds the target's choice."""
-    verdict = verify_tree(candidates, choices, tree, proposed)
-    hits = candidates == choices.gather(1, tree.parent_nodes)
+    verdict = verify_tree(candidates, target_tokens, tree, is_candidate)
+    hits = candidates == target_tokens.gather(1, tree.parent_nodes)
     of_parent = tree.parent_nodes[:, :, None] == tree.parent_nodes[:, None]
-    passed = (of_parent & hits[:, None] & proposed[:, None]).any(-1) & (tree.node_depths[:, 1:] == 1) & proposed
+    passed = (
+        (of_parent & hits[:, None] & is_candidate[:, None]).any(-1) & (tree.node_depths[:, 1:] == 1) & is_candidate
+    )
     first = passed.long().argmax(-1)
     accepted = passed.any(-1).long()
     path_nodes = torch.stack([torch.zeros_like(first), *[first + 1] * tree.depth], 1)
-    after = at_nodes(choices, (accepted * (first + 1))[:, None])[:, 0]
+    after = at_nodes(target_tokens, (accepted * (first + 1))[:, None])[:, 0]
     return verdict._replace(accepted=accepted, next_token=after, path_nodes=path_nodes)
 
 
-def after_the_parent(candidates: Any, choices: Any, tree: Tree, proposed: Any = None) -> Verdict:
+def after_the_parent(candidates: Any, target_tokens: Any, tree: Tree, is_candidate: Any = None) -> Verdict:
     """Wrong: the token after a branch is what the target chooses before its end."""
-    verdict = verify_tree(candidates, choices, tree, proposed)
+    verdict = verify_tree(candidates, target_tokens, tree, is_candidate)
     before = verdict.path_nodes.gather(1, (verdict.accepted - 1).clamp(min=0)[:, None])
-    return verdict._replace(next_token=choices.gather(1, before)[:, 0])
+    return verdict._replace(next_token=target_tokens.gather(1, before)[:, 0])
 
 
 @pytest.mark.parametrize("wrong", [any_child, after_the_parent])

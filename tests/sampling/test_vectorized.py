@@ -5,6 +5,7 @@ Each is compared with the processor itself, called on one prefix after another w
 
 import pytest
 import torch
+from all_pairs import each_value
 from transformers.generation import logits_process as host
 from transformers.generation.logits_process import LogitsProcessorList
 
@@ -88,8 +89,7 @@ def assert_as_called(
             assert torch.equal(processed[index, position], expected), (row, position)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8])
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("name", "rows"), each_value(MAKERS, [1, 4, 8]))
 def test_each_position_is_as_in_transformers(name: str, rows: int, monkeypatch: pytest.MonkeyPatch):
     """Over rounds that keep some of the candidates, perhaps none, and in the steps of the draft; and none is called.
 

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specx.common.round import Verdict
-from hf_specx.sampling.verify import pick, pick_by_halves, race, verify_block, verify_match, verify_token
+from hf_specx.sampling.verify import (
+    sample_exponential_race,
+    sample_inverse_cdf,
+    sample_inverse_cdf_by_halves,
+    verify_block,
+    verify_match,
+    verify_token,
+)
 
 
 VERIFIERS = {"token": verify_token, "block": verify_block}
@@ -27,7 +34,7 @@ class Case(NamedTuple):
     draft_probs: torch.Tensor  # [B, K, V]
     target_probs: torch.Tensor  # [B, K + 1, V]
     uniforms: torch.Tensor  # [B, K]
-    choice: torch.Tensor  # [B]
+    next_uniform: torch.Tensor  # [B]
 
 
 def laws(shape: tuple[int, ...], generator: torch.Generator, sparsity: float = 0.0, one_hot: bool = False):
@@ -44,7 +51,7 @@ def case(
     generator = torch.Generator().manual_seed(seed)
     q = laws((rows, num_candidates, vocab), generator, sparsity, one_hot)
     p = laws((rows, num_candidates + 1, vocab), generator, sparsity)
-    candidates = race(q, torch.empty_like(q).exponential_(generator=generator))
+    candidates = sample_exponential_race(q, torch.empty_like(q).exponential_(generator=generator))
     uniforms = torch.rand(candidates.shape, generator=generator, dtype=torch.float64)
     return Case(candidates, q, p, uniforms, torch.rand(rows, generator=generator, dtype=torch.float64))
 
@@ -78,10 +85,10 @@ def slow_block(x: list[int], q: list, p: list, u: list[float], c: float) -> tupl
     return tau, picked(residual if any(residual) else p[tau], c)
 
 
-def slow_match(x: list[int], choices: list[int]) -> tuple[int, int]:
-    """Candidates of one row up to the first that is not the target's choice, and that choice."""
-    n = next((i for i in range(len(x)) if x[i] != choices[i]), len(x))
-    return n, choices[n]
+def slow_match(x: list[int], target_tokens: list[int]) -> tuple[int, int]:
+    """Candidates of one row up to the first that is not the target's token, and that token."""
+    n = next((i for i in range(len(x)) if x[i] != target_tokens[i]), len(x))
+    return n, target_tokens[n]
 
 
 def assert_as(twin, verify, *arguments: torch.Tensor) -> None:
@@ -110,9 +117,9 @@ def test_twins_anywhere(seed: int, num_candidates: int, vocab: int, sparsity: fl
 def test_impossible_tokens_are_never_emitted(verify, dtype: torch.dtype):
     """u = 0 is a possible uniform, and 0 < 0 must not pass; nor may a residual give a token with p = 0."""
     for seed in range(5):
-        candidates, q, p, uniforms, choice = case(seed, rows=400, num_candidates=4, vocab=4, sparsity=0.5)
+        candidates, q, p, uniforms, next_uniform = case(seed, rows=400, num_candidates=4, vocab=4, sparsity=0.5)
         q, p = q.to(dtype), p.to(dtype)
-        accepted, next_token, *_ = verify(candidates, q, p, torch.zeros_like(uniforms), choice)
+        accepted, next_token, *_ = verify(candidates, q, p, torch.zeros_like(uniforms), next_uniform)
         chances = p[:, :-1].gather(-1, candidates[..., None])[..., 0]
         is_accepted = torch.arange(4) < accepted[:, None]
         assert (chances[is_accepted] > 0).all()
@@ -131,19 +138,19 @@ def test_empty_residual_falls_back_to_the_target(verify):
     assert verdict.next_token.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("pick", [pick, pick_by_halves])
+@pytest.mark.parametrize("sample", [sample_inverse_cdf, sample_inverse_cdf_by_halves])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pick_never_draws_what_cannot_be(dtype: torch.dtype, pick: Callable):
+def test_sampling_never_draws_what_cannot_be(dtype: torch.dtype, sample: Callable):
     """At both ends of [0, 1), with zeros at both ends of the weights, also of weights that are next to nothing."""
     weights = torch.tensor([[0.0, 0.2, 0.0, 0.7, 0.0]], dtype=dtype)
     for scale in (1.0, 1e-30):
         for uniform, token in [(0.0, 1), (1 - 2**-53, 3)]:
-            assert pick(weights * scale, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
+            assert sample(weights * scale, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
 
 
-@pytest.mark.parametrize("pick", [pick, pick_by_halves])
+@pytest.mark.parametrize("sample", [sample_inverse_cdf, sample_inverse_cdf_by_halves])
 @pytest.mark.parametrize("vocab", [1, 2, 5, 8, 13])
-def test_pick_draws_each_token_as_often_as_it_must(vocab: int, pick: Callable):
+def test_sampling_draws_each_token_as_often_as_it_must(vocab: int, sample: Callable):
     """By enumeration: weights are numbers of equal parts of [0, 1), of each of which the middle is tried."""
     parts = (
         torch.randint(0, 4, (20, vocab), generator=torch.Generator().manual_seed(vocab)) + torch.eye(vocab)[0].long()
@@ -151,20 +158,20 @@ def test_pick_draws_each_token_as_often_as_it_must(vocab: int, pick: Callable):
     for row in parts:
         number = int(row.sum())
         uniforms = (torch.arange(number, dtype=torch.float64) + 0.5) / number
-        tokens = pick(row.float().expand(number, -1), uniforms)
+        tokens = sample(row.float().expand(number, -1), uniforms)
         assert torch.bincount(tokens, minlength=vocab).tolist() == row.tolist()
 
 
-def test_pick_by_halves_draws_the_same_tokens():
+def test_sampling_by_halves_draws_the_same_tokens():
     """But at the edges of tokens, which a random number is next to never at; never one of weight 0."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(2000, 300, generator=generator).mul(4).softmax(-1)
     weights[:, ::3] = 0
     uniforms = torch.rand(2000, generator=generator, dtype=torch.float64)
-    tokens = pick_by_halves(weights, uniforms)
-    assert (tokens == pick(weights, uniforms)).all()
+    tokens = sample_inverse_cdf_by_halves(weights, uniforms)
+    assert (tokens == sample_inverse_cdf(weights, uniforms)).all()
     uniforms = torch.where(uniforms < 0.5, 0.0, 1 - 2**-53)
-    assert (weights.gather(1, pick_by_halves(weights, uniforms)[:, None]) > 0).all()
+    assert (weights.gather(1, sample_inverse_cdf_by_halves(weights, uniforms)[:, None]) > 0).all()
 
 
 NUM_CANDIDATES = 4
@@ -179,7 +186,7 @@ def assert_as_alone(verdict: Verdict, judge: Callable[[slice, int], Verdict]) ->
         alone = judge(this_row, k)
         assert torch.equal(verdict.accepted[this_row], alone.accepted)
         assert torch.equal(verdict.next_token[this_row], alone.next_token)
-        assert torch.equal(verdict.acceptance[this_row, :k], alone.acceptance)
+        assert torch.equal(verdict.prefix_acceptance[this_row, :k], alone.prefix_acceptance)
 
 
 @either
@@ -187,18 +194,18 @@ def assert_as_alone(verdict: Verdict, judge: Callable[[slice, int], Verdict]) ->
 @pytest.mark.parametrize("law", [{}, {"sparsity": 0.5}, {"one_hot": True}], ids=str)
 def test_rows_are_judged_as_alone(verify: Callable[..., Verdict], law: dict, dtype: torch.dtype):
     """Also where fillers are likely tokens that any number would let pass."""
-    x, q, p, u, choice = case(seed=5, rows=len(LENGTHS), num_candidates=NUM_CANDIDATES, **law)
+    x, q, p, u, next_uniform = case(seed=5, rows=len(LENGTHS), num_candidates=NUM_CANDIDATES, **law)
     x, u = torch.where(PROPOSED, x, p[:, :-1].argmax(-1)), torch.where(PROPOSED, u, 0.0)
     q, p = q.to(dtype), p.to(dtype)
-    verdict = verify(x, q, p, u, choice, PROPOSED)
-    assert_as_alone(verdict, lambda i, k: verify(x[i, :k], q[i, :k], p[i, : k + 1], u[i, :k], choice[i]))
+    verdict = verify(x, q, p, u, next_uniform, PROPOSED)
+    assert_as_alone(verdict, lambda i, k: verify(x[i, :k], q[i, :k], p[i, : k + 1], u[i, :k], next_uniform[i]))
     assert len(verdict.accepted[LENGTHS == NUM_CANDIDATES].unique()) > 2
 
 
 def test_rows_are_matched_as_alone():
     generator = torch.Generator().manual_seed(0)
     candidates = torch.randint(2, (len(LENGTHS), NUM_CANDIDATES), generator=generator)
-    choices = torch.randint(2, (len(LENGTHS), NUM_CANDIDATES + 1), generator=generator)
-    candidates = torch.where(PROPOSED, candidates, choices[:, :-1])  # fillers that would match
-    verdict = verify_match(candidates, choices, PROPOSED)
-    assert_as_alone(verdict, lambda i, k: verify_match(candidates[i, :k], choices[i, : k + 1]))
+    target_tokens = torch.randint(2, (len(LENGTHS), NUM_CANDIDATES + 1), generator=generator)
+    candidates = torch.where(PROPOSED, candidates, target_tokens[:, :-1])  # fillers that would match
+    verdict = verify_match(candidates, target_tokens, PROPOSED)
+    assert_as_alone(verdict, lambda i, k: verify_match(candidates[i, :k], target_tokens[i, : k + 1]))

@@ -17,7 +17,7 @@ from hf_specx.models.runner import ModelRunner
 from hf_specx.sampling import verifiers, verify
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.verifiers import CoupledVerifier, GreedyVerifier, RejectionVerifier, distribution
-from hf_specx.sampling.verify import pick, race, verify_match, verify_token
+from hf_specx.sampling.verify import sample_exponential_race, sample_inverse_cdf, verify_match, verify_token
 
 
 QUICK = {"batch_sizes": (32,), "max_new_tokens": 16, "samples": 64, "num_draft_tokens": 3}
@@ -47,33 +47,35 @@ def forced(passed: torch.Tensor) -> torch.Tensor:
     return torch.where(passed, 0.0, torch.inf).double()
 
 
-def counts(candidates: torch.Tensor, proposed: torch.Tensor | None) -> torch.Tensor:
+def counts(candidates: torch.Tensor, is_candidate: torch.Tensor | None) -> torch.Tensor:
     """Candidates [B] of each row."""
-    return torch.ones_like(candidates).sum(-1) if proposed is None else proposed.sum(-1)
+    return torch.ones_like(candidates).sum(-1) if is_candidate is None else is_candidate.sum(-1)
 
 
-def all_accepted(candidates, q, p, uniforms, choice, proposed=None) -> Verdict:
-    accepted = counts(candidates, proposed)
-    return Verdict(accepted, pick(p[torch.arange(len(p)), accepted], choice), uniforms)
+def all_accepted(candidates, q, p, uniforms, next_uniform, is_candidate=None) -> Verdict:
+    accepted = counts(candidates, is_candidate)
+    return Verdict(accepted, sample_inverse_cdf(p[torch.arange(len(p)), accepted], next_uniform), uniforms)
 
 
-def inverted(candidates, q, p, uniforms, choice, proposed=None) -> Verdict:
+def inverted(candidates, q, p, uniforms, next_uniform, is_candidate=None) -> Verdict:
     """u < q / p."""
     p_at, q_at = (x.gather(-1, candidates[..., None])[..., 0] for x in (p[:, :-1], q))
-    return verify_token(candidates, q, p, forced(uniforms * p_at < q_at), choice, proposed)
+    return verify_token(candidates, q, p, forced(uniforms * p_at < q_at), next_uniform, is_candidate)
 
 
-def last_kept(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Verdict:
+def last_kept(
+    candidates: torch.Tensor, target_tokens: torch.Tensor, is_candidate: torch.Tensor | None = None
+) -> Verdict:
     """One candidate more than agrees with the target."""
-    right = verify_match(candidates, choices, proposed)
-    accepted = torch.minimum(right.accepted + 1, counts(candidates, proposed))
-    return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], right.acceptance)
+    right = verify_match(candidates, target_tokens, is_candidate)
+    accepted = torch.minimum(right.accepted + 1, counts(candidates, is_candidate))
+    return Verdict(accepted, target_tokens.gather(1, accepted[:, None])[:, 0], right.prefix_acceptance)
 
 
 def colder(verifier: RejectionVerifier, batch, scores, ahead, lengths):
     """The draft samples at half the temperature that it is judged by."""
     uniforms = verifier.uniforms("drafting", batch, 1, lengths, ahead)
-    return pick(distribution(scores * 2)[0], uniforms[:, 0]), distribution(scores)[0]
+    return sample_inverse_cdf(distribution(scores * 2)[0], uniforms[:, 0]), distribution(scores)[0]
 
 
 def keeping_within(nats: float) -> Callable:
@@ -87,8 +89,8 @@ def keeping_within(nats: float) -> Callable:
         best, undefined = scores.max(-1), torch.zeros(scores.shape[:2], dtype=torch.bool)
         candidates = draft.tokens
         near = scores[:, :-1].gather(-1, candidates[..., None])[..., 0] >= best.values[:, :-1] - nats
-        choices = torch.cat([torch.where(near, candidates, best.indices[:, :-1]), best.indices[:, -1:]], 1)
-        return verify_match(candidates, choices, draft.is_candidate)._replace(
+        target_tokens = torch.cat([torch.where(near, candidates, best.indices[:, :-1]), best.indices[:, -1:]], 1)
+        return verify_match(candidates, target_tokens, draft.is_candidate)._replace(
             overlap=near.float(), undefined=undefined
         )
 
@@ -103,8 +105,8 @@ def keep_within(monkeypatch: pytest.MonkeyPatch, nats: float) -> None:
 
 def with_fresh_noise(verifier: CoupledVerifier, batch, draft, scores):
     probs, undefined = distribution(scores)
-    choices = race(probs, verifier.noise(batch, probs, 0).flip(-1))  # that of other tokens
-    verdict = verify_match(draft.tokens, choices, draft.is_candidate)
+    target_tokens = sample_exponential_race(probs, verifier.noise(batch, probs, 0).flip(-1))  # that of other tokens
+    verdict = verify_match(draft.tokens, target_tokens, draft.is_candidate)
     return verdict._replace(overlap=verifiers.overlaps(probs, draft), undefined=undefined)
 
 
@@ -143,10 +145,10 @@ RIGHT_MASKS, RIGHT_POSITIONS, RIGHT_PROCESSORS = Masks.between, ModelRunner._pos
 LAWFUL, EXACT, SAMPLED = {"token", "block"}, {"greedy", "coupled"}, {"coupled", "token", "block"}
 # what is replaced, by what, which verifications are checked, and which of them must fail
 FAULTS = {
-    "bonus in place of recovered": (verify, "_draw", lambda residual, p, choice: pick(p, choice), LAWFUL, LAWFUL),
+    "bonus in place of recovered": (verify, "_draw", lambda residual, p, u: sample_inverse_cdf(p, u), LAWFUL, LAWFUL),
     "everything accepted": (verifiers, "verify_token", all_accepted, LAWFUL, {"token"}),
     "ratio upside down": (verifiers, "verify_token", inverted, LAWFUL, {"token"}),
-    "draft at another temperature": (RejectionVerifier, "choose", colder, LAWFUL, LAWFUL),
+    "draft at another temperature": (RejectionVerifier, "draw_candidates", colder, LAWFUL, LAWFUL),
     "one candidate too many": (verifiers, "verify_match", last_kept, EXACT, EXACT),
     "mask that hides the query itself": (Masks, "between", between(-1), EXACT | LAWFUL, EXACT | LAWFUL),
     "mask that shows the next candidate": (Masks, "between", between(1), EXACT | LAWFUL, EXACT | LAWFUL),

@@ -28,11 +28,13 @@ class Compared(NamedTuple):
         text: [B, L + N].
         forwards: how many of the target ours took.
         plain: how many plain `generate` took.
+        state: of the generator, in which plain `generate` left it.
     """
 
     text: torch.Tensor
     forwards: int
     plain: int
+    state: torch.Tensor
 
 
 def assert_plain(
@@ -41,21 +43,26 @@ def assert_plain(
     inputs: dict[str, Any] | None = None,
     fresh: Callable[[], dict] = dict,
     seed: int = 1,
+    before: Compared | None = None,
     **settings: Any,
 ) -> Compared:
     """
     Args:
         inputs: of the call, by default four prompts.
         fresh: gives settings that have to be new in each of both calls, as processors that keep state.
+        before: what the same call of the same target came to with another strategy; plain `generate` is not run again.
     """
-    inputs, found = prompts(4) if inputs is None else inputs, []
-    for one in (None, strategy):
+    inputs = prompts(4) if inputs is None else inputs
+
+    def run(custom_generate: SpeculativeDecoding | None) -> tuple[torch.Tensor, torch.Tensor, int]:
         torch.manual_seed(seed)
         with counting(target) as forwards:
-            output = target.generate(**inputs, **settings | fresh(), custom_generate=one)
-        found.append((getattr(output, "sequences", output), generator_state(target.device), len(forwards)))
-    (expected, state, plain), (text, left, ours) = found
+            output = target.generate(**inputs, **settings | fresh(), custom_generate=custom_generate)
+        return getattr(output, "sequences", output), generator_state(target.device), len(forwards)
+
+    expected, state, plain = run(None) if before is None else (before.text, before.state, before.plain)
+    text, left, ours = run(strategy)
     assert torch.equal(text, expected), "another text"
     if strategy.report.verification not in ("token", "block"):
         assert torch.equal(left, state)
-    return Compared(text, ours, plain)
+    return Compared(text, ours, plain, state)

@@ -14,8 +14,8 @@ from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair
+from hf_specx.common.drafts import PAIR_CONFIG_NAME
 from hf_specx.hub.find_draft import find_draft
-from hf_specx.hub.pair_config import CONFIG_NAME
 
 
 Change = Callable[[Path], object]
@@ -109,7 +109,7 @@ def put(field: str, value: Any) -> Change:
     """Set a field of the pair's config, like "draft.subfolder"; `...` takes it out."""
 
     def change(folder: Path) -> None:
-        values = json.loads((folder / CONFIG_NAME).read_text())
+        values = json.loads((folder / PAIR_CONFIG_NAME).read_text())
         *parents, last = field.split(".")
         part = values
         for parent in parents:
@@ -117,7 +117,7 @@ def put(field: str, value: Any) -> Change:
         part[last] = value
         if value is ...:
             del part[last]
-        (folder / CONFIG_NAME).write_text(json.dumps(values))
+        (folder / PAIR_CONFIG_NAME).write_text(json.dumps(values))
 
     return change
 

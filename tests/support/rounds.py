@@ -52,7 +52,7 @@ def made_round(
         "tokens": [[0] * number for number in (gained if emitted is None else emitted)],
         "accepted": accepted,
         "num_new_tokens": gained,
-        "acceptance": kept,
+        "prefix_acceptance": kept,
         "overlap": kept,
         "undefined": [max(lengths) + 1] * len(lengths),
     }

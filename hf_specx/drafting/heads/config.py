@@ -21,17 +21,19 @@ BLOCK_KINDS = ("dflash", "dspark", "dflash2", "domino")
 # fields of `HeadConfig` that `config.json` has under their own names
 EAGLE_FIELDS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 BLOCK_FIELDS = ("block_size", "sample_from_anchor", "sliding_window_non_causal")
-DSPARK_FIELDS = ("markov_rank", "markov_head_type", "confidence_head_with_markov")
-DFLASH2_FIELDS = (
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-    "output_multiplier",
-    "final_logit_softcapping",
-    "input_embedding_scale",
-)
-DOMINO_FIELDS = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
+FIELDS_OF_KIND = {  # the same, beside those
+    "dspark": ("markov_rank", "markov_head_type", "confidence_head_with_markov"),
+    "dflash2": (
+        "conv_kernel_size",
+        "conv_group_size",
+        "selector_rank",
+        "selector_top_k",
+        "output_multiplier",
+        "final_logit_softcapping",
+        "input_embedding_scale",
+    ),
+    "domino": ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"),
+}
 NOT_OF_SPECULATORS = {"is_causal": False, "use_last_layernorm": True}  # only written if they are not this
 LAYER_FIELDS = """
     hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
@@ -111,13 +113,9 @@ class HeadConfig(PreTrainedConfig):
         is_eagle = self.kind in EAGLE_KINDS
         values = common | self._values(EAGLE_FIELDS if is_eagle else BLOCK_FIELDS)
         values |= self._values(("draft_vocab_size", "target_hidden_size", "mask_token_id"))
+        values |= self._values(FIELDS_OF_KIND.get(self.kind, ()))
         if self.kind == "dspark":
-            values |= self._values(DSPARK_FIELDS)
             values["enable_confidence_head"] = self.confidence_head
-        if self.kind == "dflash2":
-            values |= self._values(DFLASH2_FIELDS)
-        if self.kind == "domino":
-            values |= self._values(DOMINO_FIELDS)
         values |= self._values(
             [name for name, default in NOT_OF_SPECULATORS.items() if getattr(self, name) != default]
         )

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_specx.common.checkpoints import read_weights
+from hf_specx.common.checkpoints import Files, read_config, read_weights
 from hf_specx.common.errors import require
 
 
@@ -27,7 +27,7 @@ def is_head(name: str | Path, raw: dict[str, Any], **hub: Any) -> bool:
     """Whether the files of a repository or folder, with this config, are a draft head; if not, they are a model."""
     by_tensors = any(HEAD_TENSORS.match(weight) for weight in read_weights(name, names_alone=True, **hub))
     architectures = str(raw.get("architectures"))
-    named_head = re.search("eagle3|dflash|dspark|medusa", architectures, re.IGNORECASE)
+    named_head = re.search("eagle3|peagle|dflash|dspark|domino|medusa", architectures, re.IGNORECASE)
     by_config = bool(HEAD_OPTIONS & raw.keys()) or named_head
     require(
         by_tensors or not by_config,
@@ -35,3 +35,8 @@ def is_head(name: str | Path, raw: dict[str, Any], **hub: Any) -> bool:
         "yourself, by DraftHead.from_pretrained(...) or as a model.",
     )
     return by_tensors
+
+
+def holds_head(files: Files) -> bool:
+    """Whether a pair's draft, as its files have it, is a head."""
+    return is_head(files.folder, read_config(files.folder))

@@ -9,8 +9,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hf_specx.common.checkpoints import Files, find_file, read_config
 from hf_specx.common.devices import last_device
-from hf_specx.common.drafts import check_head, read_draft, split_revision
+from hf_specx.common.drafts import DRAFT_FOLDER, PAIR_CONFIG_NAME, check_head, read_draft, split_revision
 from hf_specx.common.errors import require
+from hf_specx.common.load_model import load_model
 from hf_specx.common.model_files import check_layers, check_links, check_model, check_weights, shards
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
@@ -18,7 +19,6 @@ from hf_specx.drafting.suffix import SuffixDraft
 from .detect_head import ASSISTANTS, is_head
 from .gemma4 import AssistantDraft
 from .head import DraftHead
-from .load_checked import load_model
 
 
 MODEL_FILES = ("generation_config.json", SAFE_WEIGHTS_INDEX_NAME)  # beside config and weights
@@ -78,8 +78,8 @@ def load_draft(name: str, target: PreTrainedModel) -> PreTrainedModel:
     """
     name, revision = split_revision(name)
     require(
-        find_file(name, "specx_config.json", revision=revision) is None,
-        f"draft_model={name!r} is a pair; give its draft, as {name}/draft, or load it by "
+        find_file(name, PAIR_CONFIG_NAME, revision=revision) is None,
+        f"draft_model={name!r} is a pair; give its draft, as {name}/{DRAFT_FOLDER}, or load it by "
         "DraftTargetPair.from_pretrained.",
     )
     read_config(name, revision=revision)  # raises where there is none

@@ -15,7 +15,7 @@ from hf_specx.common.checkpoints import HUB, find_file, read_config, read_pickle
 from hf_specx.common.errors import brief, is_int, require, similar
 from hf_specx.common.wrappers import public_name, vocabulary
 
-from .config import BLOCK_KINDS, DFLASH2_FIELDS, EAGLE_KINDS, LAYER_FIELDS, HeadConfig
+from .config import BLOCK_KINDS, EAGLE_KINDS, FIELDS_OF_KIND, LAYER_FIELDS, HeadConfig
 from .detect_head import ASSISTANTS
 from .dflash2 import dflash2_fields, is_dflash2
 from .domino import domino_fields
@@ -337,7 +337,7 @@ class FormatReader:
         """Raise ValueError for an option that is not known, or whose value is not supported."""
         known_options = set(READ_OPTIONS) | vars(LlamaConfig()).keys() | vars(Qwen3Config()).keys()
         if is_dflash2(self.raw, self.weights):
-            known_options |= set(DFLASH2_FIELDS)
+            known_options |= set(FIELDS_OF_KIND["dflash2"])
         for option, value in sorted(self.options.items()):
             if option in SUPPORTED_VALUES:
                 supported = value in SUPPORTED_VALUES[option]
@@ -557,7 +557,8 @@ class FormatReader:
             num_proposed != (block_size - 1 if from_anchor else block_size),
             f"proposes {num_proposed} tokens a block of {block_size} by speculative_tokens, which is the number of "
             f"layout={other!r}, and by sample_from_anchor={brief(stated)} its layout is {option!r}; give "
-            f"layout={option!r} if it proposes fewer than it could, and layout={other!r} if it was trained so.",
+            f"layout={option!r} if it proposes fewer than it could, and layout={other!r} if it was "
+            "trained so.",
         )
         return from_anchor
 

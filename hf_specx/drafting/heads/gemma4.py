@@ -156,7 +156,7 @@ class AssistantDrafter(TreeDrafter):
         return self._compute_logits(states).to(batch.ids.device)
 
     def level_logits(self, batch: Batch, tokens: torch.Tensor, level: Level) -> torch.Tensor:
-        """See there. All are at one position, and read the target's keys alone."""
+        """As in `TreeDrafter`. All candidates are at one position, and read the target's keys alone."""
         if level.tree is None:
             self._read_shared_keys(batch)
         else:

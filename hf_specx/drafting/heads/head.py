@@ -19,9 +19,9 @@ from .block import Block
 from .config import HeadConfig
 from .dflash2 import DFlash2
 from .domino import Domino
-from .driver import HeadDrafter
 from .eagle import Eagle
 from .formats import read_head
+from .head_drafter import HeadDrafter
 from .medusa import Medusa
 from .tensors import check_tensors
 
@@ -58,7 +58,7 @@ class DraftHead(PreTrainedModel):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.mask_embedding:
             self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
-        if config.own_head and config.kind != "medusa":
+        if config.own_head and not self.network.gives_logits:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if config.draft_vocab_size != config.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
@@ -108,10 +108,11 @@ class DraftHead(PreTrainedModel):
             f"{type(target).__name__} has {width} and {tokens}; give a head that was made for this target.",
         )
         embedding: Any = getattr(self, "embed_tokens", None) or target.get_input_embeddings()
-        if config.kind in ("dflash", "dflash2") and hasattr(embedding, "embed_norm"):  # of Muse: they read the rows
+        # Muse norms what it embeds; these heads were trained on the rows of its table as they are
+        if config.kind in ("dflash", "dflash2") and hasattr(embedding, "embed_norm"):
             embedding = nn.Embedding.from_pretrained(embedding.weight)
         output = None
-        if config.kind != "medusa":
+        if not self.network.gives_logits:
             output = getattr(self, "lm_head", None) or target.get_output_embeddings()
         mask = getattr(self, "mask_embedding", None)
         return HeadDrafter(self.network, embedding, output, self.ids, self.hidden_state_taps(target), self, mask)
@@ -123,11 +124,14 @@ class DraftHead(PreTrainedModel):
         return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
 
     def get_output_embeddings(self) -> None:
-        """None that scores all tokens, as that of a model does."""
+        """None, since a head may score a part of the target's tokens, or have the target's output score its states."""
 
     def hidden_state_taps(self, target: PreTrainedModel) -> list[HiddenStateTap]:
-        """Where in the target the head reads states: the input of a layer, or the output of the last one."""
-        if self.config.kind == "medusa":
+        """Where in the target the head reads states: the input of a layer, or the output of the last one.
+
+        None of these are behind the target's final norm.
+        """
+        if self.network.reads_final_states:
             return []
         layers, ids = find_layers(target, "a draft head for")[1], self.config.layer_ids
         require(

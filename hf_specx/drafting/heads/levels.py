@@ -12,7 +12,7 @@ from hf_specx.common.devices import to_device_async
 from hf_specx.common.round import Draft
 from hf_specx.common.tree import Tree, tree_of
 from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.trees import MOST_RANKS, Shape, shape_below
+from hf_specx.drafting.trees import MAX_RANKS, Shape, shape_below
 
 
 class Level(NamedTuple):
@@ -86,8 +86,8 @@ class TreeDrafter(SampledCandidateGenerator):
         if self.tree_shapes is None or not self.grows_trees or self.processors.mask_size or self.threshold:
             return super().propose(batch, lengths)
         depths = self.tree_shapes.begin_round(lengths, "full")
-        most_ranks = self.vocab_size or MOST_RANKS
-        shape = shape_below(self.tree_shapes.shape("full", max(depths)), (most_ranks,) * max(depths))
+        max_ranks = self.vocab_size or MAX_RANKS
+        shape = shape_below(self.tree_shapes.shape("full", max(depths)), (max_ranks,) * max(depths))
         if shape.is_chain:
             return super().propose(batch, lengths)
         levels, order = levels_of(shape, len(lengths), batch.ids.device)
@@ -99,7 +99,7 @@ class TreeDrafter(SampledCandidateGenerator):
                 batch.write(fed_tokens, level.first_slot)
                 batch.tree = level.tree
             scores = self._level_scores(batch, fed_tokens, level)
-            ranked, drawn_from = self.verifier.rank(batch, scores, position, level.num_ranks)
+            ranked, drawn_from = self.verifier.top_candidates(batch, scores, position, level.num_ranks)
             tokens = ranked.flatten(1)[:, level.chosen]
             tokens_of_levels.append(tokens)
             if drawn_from is not None:

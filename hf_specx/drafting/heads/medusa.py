@@ -24,6 +24,8 @@ class Medusa(HeadNetwork):
     """Network i drafts candidate i, of the target's state that the token before the first one was chosen by."""
 
     has_attention = False
+    gives_logits = True
+    reads_final_states = True
 
     def __init__(self, config: HeadConfig):
         super().__init__()

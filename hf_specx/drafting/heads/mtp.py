@@ -17,7 +17,7 @@ from hf_specx.drafting.drafter import DraftContext, Drafter
 from hf_specx.models.slots import SlotCache
 
 from .config import HeadConfig
-from .driver import HeadDrafter
+from .head_drafter import HeadDrafter
 from .layers import SlotMapping
 from .network import HeadNetwork, StepOutput
 
@@ -117,6 +117,7 @@ class Mtp(HeadNetwork):
     """
 
     autoregressive = True
+    gives_logits = True
     model: Any
     max_candidates: int
 

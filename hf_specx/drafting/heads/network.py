@@ -32,6 +32,8 @@ class HeadNetwork(nn.Module):
     embeds_previous_token = False  # whether `adjust_logits` is given the previous token embedded, [R, 1, H]
     grows_trees = False  # whether `next_step` takes several entries of a row, which are candidates of a tree
     has_attention = True  # whether it attends to earlier entries
+    gives_logits = False  # whether its steps give logits in place of states, so that it needs no output
+    reads_final_states = False  # whether it reads the target's states behind the final norm, and none of its layers
     config: HeadConfig
 
     def num_draft_entries(self, num_candidates: int) -> int:

@@ -20,7 +20,7 @@ from hf_specx.common.round import Draft, Round
 from hf_specx.common.tree import row_tree_of
 from hf_specx.drafting.heads.block import Block
 from hf_specx.drafting.heads.dflash2 import DFlash2
-from hf_specx.drafting.heads.driver import HeadDrafter
+from hf_specx.drafting.heads.head_drafter import HeadDrafter
 
 
 LAYERS = 8

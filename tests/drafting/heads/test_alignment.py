@@ -31,9 +31,9 @@ from hf_specx.drafting.heads import dflash2, formats
 from hf_specx.drafting.heads.block import Block, MarkovHead
 from hf_specx.drafting.heads.dflash2 import DFlash2
 from hf_specx.drafting.heads.domino import PrefixGru
-from hf_specx.drafting.heads.driver import HeadDrafter
 from hf_specx.drafting.heads.eagle import Eagle
 from hf_specx.drafting.heads.formats import read_head
+from hf_specx.drafting.heads.head_drafter import HeadDrafter
 from hf_specx.drafting.heads.runner import head_forward
 from hf_specx.models import compiled_forwards
 
@@ -168,9 +168,9 @@ def test_targets_that_norm_their_embeddings(name: str, tmp_path: Path):
     assert_aligned(head, draft, target, prompts(3), SAMPLED, least=40)
 
 
-FORWARDS = {"eagle3": 2, "dspark rnn": 3, "dflash2": 2}  # of a size, compiled; others in test_head_calls.py
+FORWARDS = {"eagle3": 2, "dspark rnn": 3}  # of a size, compiled; others in queues and in test_head_calls.py
 MORE_FORWARDS = {"eagle3 of three layers": 2, "peagle": 1, "eagle3 with a window and yarn": 2}
-MORE_FORWARDS |= {"medusa": 1, "domino": 3}
+MORE_FORWARDS |= {"medusa": 1, "domino": 3, "dflash2": 2}
 MORE_FORWARDS |= {"dflash causal by JetSpec": 1, "dspark by SpecForge": 3, "dflash with a mask of its own": 1}
 
 
@@ -197,7 +197,7 @@ def test_compiled_forwards(names: dict[str, int], traced: None, tmp_path: Path, 
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-@pytest.mark.parametrize("name", ["eagle3", "dflash2", pytest.param("dspark", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dflash2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("eagle3", "dspark"))])
 def test_compiled_queues(name: str, traced: None, tmp_path: Path):
     """Prompts that come later are read into the buffers, also those that do not fit and have them grow."""
     target, head = target_of(num_hidden_layers=4), head_of(name, layer_ids=(1, 2, 3))

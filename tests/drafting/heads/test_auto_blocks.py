@@ -11,7 +11,9 @@ from tiny import prompts
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch, RowState
-from hf_specx.drafting.auto import TRIAL_ROUNDS, AutoDraftLength, Costs, RoundTimer
+from hf_specx.drafting.auto import TRIAL_ROUNDS, AutoDraftLength
+from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.round_timer import RoundTimer
 from hf_specx.engine import run
 
 
@@ -45,18 +47,18 @@ def test_the_step_of_a_block_is_timed_and_leaves_no_trace(kind: str, timed_first
     target.generate(**prompts(3), **GREEDY, custom_generate=strategy)
     watch.check(5)
     assert strategy.costs.candidates_per_step > 1
-    assert strategy.costs.draft(3) > 0
+    assert strategy.costs.draft_seconds(3) > 0
 
 
 def auto_of(round_timer: RoundTimer) -> AutoDraftLength:
     batch = Batch(torch.ones(1, 3, dtype=torch.int64), None, 0, row_states=[RowState(limit=200)])
-    return AutoDraftLength(round_timer, "greedy", batch, most=round_timer.costs.candidates_per_step)
+    return AutoDraftLength(round_timer, "greedy", batch, max_candidates=round_timer.costs.candidates_per_step)
 
 
 def test_a_block_takes_one_step_however_many_of_it_are_judged():
     costs = Costs({1: {"target": {1: 1.0, 9: 1.4}, "draft": 0.3}}, candidates_per_step=8)
     assert RoundTimer(costs).times(1, 8) == pytest.approx([1.0, *(1.3 + 0.05 * number for number in range(1, 9))])
-    assert costs.forwards(1, 8) == pytest.approx(1.7)
+    assert costs.forward_seconds(1, 8) == pytest.approx(1.7)
     assert RoundTimer(costs).tree_times(1, 8, 12)[12] == pytest.approx(1.3 + 0.6)
 
 

@@ -83,6 +83,7 @@ def changed(folder: Path, to: Path, **config) -> Path:
 
 REFUSED = [  # what is changed of which files, and what is said
     ("model", {"draft_vocab_size": 48}, "ambiguous"),
+    ("model", {"architectures": ["DominoDraftModel"]}, "ambiguous"),
     ("model", {"attn_implementation": "org/kernel"}, "names code"),
     ("model", {"attn_implementation": {"": "org/kernel"}}, "names code"),
     ("model", {"experts_implementation": {"text_config": ["org/kernel@v1"]}}, "names code"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from alignment import GREEDY, SAMPLED, Aligned, NodesAligned
+from all_pairs import each_value
 from automaton import Automaton
 from enumerated import ENOUGH, exact_distribution, first_tokens, p_values
 from gemma4_models import KINDS, ORDERED, VOCAB_SIZE, assistant_logits, assistant_of, gemma4_target, targets_read
@@ -177,13 +178,12 @@ def test_greedy_text_is_that_of_stock_with_the_assistant(kind: str):
     assert strategy.report.accepted > 0
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED, SAMPLED | PENALTIES], ids=["greedy", "sampled", "processors"])
+@pytest.mark.parametrize(("rows", "settings"), each_value([1, 3, 8], [GREEDY, SAMPLED, SAMPLED | PENALTIES]))
 def test_texts_are_those_of_plain_generate(rows: int, settings: dict[str, Any]):
-    target, assistant = pair()
+    (target, assistant), call, compared = pair(), settings | {"max_new_tokens": 30}, None
     for number in ("auto", 4):
         strategy = SpeculativeDecoding(assistant, num_draft_tokens=number, verification="coupled")
-        compared = assert_plain(target, strategy, left_padded(rows), **settings | {"max_new_tokens": 30})
+        compared = assert_plain(target, strategy, left_padded(rows), before=compared, **call)
     assert compared.forwards < compared.plain or settings is GREEDY
     assert strategy.report.accepted > 0
 
@@ -243,7 +243,7 @@ def test_grammars(assistant: dict[str, Any]):
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-@pytest.mark.parametrize("kind", ["E2B", "31B", pytest.param("12B", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["E2B", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("31B", "12B"))])
 def test_compiled_targets(kind: str, traced: None):
     """Buffers with idle rows, and rings of a fixed length."""
     target, assistant = pair(kind)

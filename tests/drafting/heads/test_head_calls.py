@@ -19,8 +19,8 @@ from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig, PreT
 from hf_specx import Drafter, DraftHead, Request, SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
-from hf_specx.drafting.heads import driver
-from hf_specx.drafting.heads.driver import HeadDrafter
+from hf_specx.drafting.heads import head_drafter
+from hf_specx.drafting.heads.head_drafter import HeadDrafter
 from hf_specx.models import ragged
 
 
@@ -83,10 +83,10 @@ def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
     cut = CUT.get(kind, 0.0)
     watch, options = watched(strategy, head, target, cut=cut), SAMPLED | ENDS | {"assistant_confidence_threshold": cut}
     for size in (1, 3):
-        done = completed(strategy, target, requests(20), batch_size=size, **options)
+        done = completed(strategy, target, requests(12), batch_size=size, **options)
         texts.append({index: result.tokens for index, result in done.items()})
     assert texts[0] == texts[1]
-    watch.check(50 if cut else 100)
+    watch.check(30 if cut else 60)
 
 
 class Int8(torch.nn.Linear):
@@ -237,7 +237,10 @@ class Certain(Drafter):
         candidates = [self.texts[row][batch.counts[row] : self.counts[row]][:length] for row, length in rows]
         tokens = pad_sequence([torch.tensor(ids, dtype=torch.int64) for ids in candidates], batch_first=True)
         return Draft(
-            tokens, list(map(len, candidates)), source="certain", acceptance=[[1.0] * len(ids) for ids in candidates]
+            tokens,
+            list(map(len, candidates)),
+            source="certain",
+            prefix_acceptance=[[1.0] * len(ids) for ids in candidates],
         )
 
 
@@ -254,7 +257,7 @@ def test_few_states_wait_while_another_draft_proposes(
 ):
     """Also of rows of unequal numbers; the head's candidates behind them are what they must be."""
     head, draft, target = head_draft_target(kind, tmp_path, **({} if kind == "medusa" else {"confidence": False}))
-    monkeypatch.setattr(driver, "MOST_PENDING", 6)
+    monkeypatch.setattr(head_drafter, "MAX_PENDING", 6)
     waiting, observe = [], HeadDrafter.observe
 
     def noted(drafter: HeadDrafter, done: Round) -> None:
@@ -275,7 +278,7 @@ def test_few_states_wait_while_another_draft_proposes(
 def test_states_wait_until_candidates_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Through rounds without candidates, of many tokens, the head misses nothing."""
     head, draft, target = head_draft_target("eagle3", tmp_path)
-    monkeypatch.setattr("hf_specx.drafting.heads.driver.MOST_PENDING", 6)
+    monkeypatch.setattr("hf_specx.drafting.heads.head_drafter.MAX_PENDING", 6)
     changing = iter([0, 0, 0, 2, 0, 1, *[0] * 9, 3, 3, 0, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3])
 
     def lengths(self: Any, batch: Batch) -> list[int]:

@@ -9,6 +9,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from accelerator import CPU, emulated, launched, on_device
 from alignment import GREEDY, loaded, target_of, watched
+from all_pairs import each_value
 from head_files import random_head
 from tiny import prompts, tiny
 from transformers import PreTrainedModel
@@ -54,8 +55,7 @@ def test_a_round_costs_little_more_than_a_step(tmp_path: Path):
 TREES = {"eagle3": 0.2, "dflash": 0.1}  # the most launches that a tree takes more than a chain, in plain steps
 
 
-@pytest.mark.parametrize("nodes", [16, 64])
-@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize(("kind", "nodes"), each_value(TREES, [16, 64]))
 def test_what_a_tree_takes_more_than_a_chain(kind: str, nodes: int, tmp_path: Path):
     target = tiny(num_hidden_layers=32)
     draft = loaded(random_head(kind, **KINDS[kind][0]), tmp_path, target)
@@ -101,7 +101,7 @@ def test_layers_on_two_devices(first: int, tmp_path: Path):
     def counted(seen: dict[str, int], *files: str) -> int:
         return sum(number for line, number in seen.items() if line.startswith(files))
 
-    assert counted(device.sends, "models/runner.py", "heads/driver.py") <= 4  # of the prompts
+    assert counted(device.sends, "models/runner.py", "heads/head_drafter.py") <= 4  # of the prompts
     # for the logits, which rows on the CPU are judged by, and for those that each of two candidates is drawn by
     assert counted(device.waits, "models/runner.py") <= rounds + 2
-    assert counted(device.waits, "heads/driver.py") <= 2 * rounds
+    assert counted(device.waits, "heads/head_drafter.py") <= 2 * rounds

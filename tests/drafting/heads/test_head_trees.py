@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from alignment import GREEDY, SAMPLED, NodesAligned, loaded, target_of
-from all_pairs import all_pairs, once
+from all_pairs import each_value, once
 from head_files import random_head
 from many import alone, completed, requests
 from plain import assert_plain
@@ -14,7 +14,7 @@ from rounds import Heard
 from tiny import prompts
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.drafting.heads import driver, levels
+from hf_specx.drafting.heads import head_drafter, levels
 from hf_specx.drafting.heads.layers import SlotMapping
 from hf_specx.models.attention import TreeAttention
 
@@ -54,7 +54,7 @@ def is_comb(tree: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("rows", "settings", "name"), all_pairs([1, 3], [GREEDY, SAMPLED], KINDS))
+@pytest.mark.parametrize(("rows", "settings", "name"), each_value([1, 3], [GREEDY, SAMPLED], KINDS))
 def test_the_text_of_plain(rows: int, settings: dict, name: str, tmp_path: Path):
     _, draft, target = head_of(name, tmp_path)
     strategy = SpeculativeDecoding(draft, num_draft_tokens=3, tree=12)
@@ -95,8 +95,8 @@ def behind_the_first(*shape: Any, right: Any = levels.levels_of) -> Any:
 
 
 FAULTS = {
-    "a node sees its sibling": (driver, "TreeAttention", seen_by_siblings),
-    "a position by slot": (driver, "SlotMapping", positions_by_slot),
+    "a node sees its sibling": (head_drafter, "TreeAttention", seen_by_siblings),
+    "a position by slot": (head_drafter, "SlotMapping", positions_by_slot),
     "the state of another parent": (levels, "levels_of", behind_the_first),
 }
 
@@ -116,8 +116,7 @@ def test_wrong_variants_are_seen(fault: str, tmp_path: Path, monkeypatch: pytest
 PENALTIES = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 8, "eos_token_id": 7}
 
 
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+@pytest.mark.parametrize(("settings", "name"), each_value([GREEDY, SAMPLED], ["eagle3", "dflash"]))
 def test_processors_see_the_prefix_of_each_node(settings: dict, name: str, tmp_path: Path):
     """Those of the draft as well; and a threshold, by which a row ends, has combs."""
     _, draft, target = head_of(name, tmp_path)
@@ -140,7 +139,7 @@ def test_compiled(traced: None, name: str, tmp_path: Path):
     assert strategy.report.nodes > strategy.report.drafted
 
 
-@pytest.mark.parametrize(("settings", "name"), all_pairs([GREEDY, SAMPLED], KINDS))
+@pytest.mark.parametrize(("settings", "name"), each_value([GREEDY, SAMPLED], KINDS))
 def test_rows_of_a_queue(settings: dict, name: str, tmp_path: Path):
     _, draft, target = head_of(name, tmp_path)
     asked = requests(7)

@@ -96,6 +96,28 @@ def test_false_alarms_and_power_as_stated():
     assert list(reported.values()) == pytest.approx([9e-4, 0.81, 0.995], rel=0.02)
 
 
+def with_gains(gains: torch.Tensor) -> str:
+    """What is said where candidates fit the place one on so much better, in each round."""
+    watch = MisreadWatch(HeadConfig(kind="dflash", sample_from_anchor=False))
+    watch.first_drafted, watch.first_accepted = len(gains), len(gains) // 3
+    watch.gains[1] = [gains]
+    return watch.reason()
+
+
+def test_false_alarms_and_power_of_the_layout():
+    """Greedily a gain is -1, 0 or 1. Of none on average, 4 standard errors are passed by chance in 1 of 10,000."""
+    draws = torch.Generator().manual_seed(0)
+
+    def reports(chances: list[float], rounds: int) -> int:
+        drawn = torch.tensor(chances).multinomial(1000 * rounds, replacement=True, generator=draws).view(1000, rounds)
+        return sum("layout='anchor'" in with_gains(gains) for gains in (drawn - 1).float())
+
+    assert reports([0.4, 0.2, 0.4], 64) <= 1
+    assert reports([0.1, 0.8, 0.1], 128) <= 1
+    assert reports([0.1, 0.3, 0.6], 128) > 995
+    assert not with_gains(torch.full((128,), 0.05))  # for sure, and not worth a word
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_reports_of_heads_that_were_not_trained(beside: bool, tmp_path: Path):
     """Also where other drafts propose as well; the report says it in words, and calls are added."""

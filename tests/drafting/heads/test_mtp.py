@@ -16,9 +16,9 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
 import hf_specx
-from hf_specx import MtpDraft, Request, SpeculativeDecoding
-from hf_specx.drafting.heads import driver
-from hf_specx.drafting.heads.mtp import read_layers
+from hf_specx import Costs, MtpDraft, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx.drafting.heads import head_drafter
+from hf_specx.drafting.heads.mtp import MtpDrafter, read_layers
 from hf_specx.drafting.schedule import DraftLengthSchedule
 
 
@@ -123,6 +123,23 @@ def test_targets_with_recurrent_states(tmp_path: Path, name: str):
                 assert layers(text[:, 1:], states, None, positions, None)[0].tolist() == [drafted]
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside n-grams"])
+def test_auto_considers_what_the_layers_can_draft(
+    beside: bool, tmp_path: Path, draft_pays: None, monkeypatch: pytest.MonkeyPatch
+):
+    """A layer for each candidate: a larger number would be cut, and "auto" would judge by what never comes."""
+    target = mtp_target("deepseek_v3 of three", tmp_path, monkeypatch)
+    propose, asked = MtpDrafter.propose, []
+    monkeypatch.setattr(
+        MtpDrafter, "propose", lambda self, batch, lengths: asked.extend(lengths) or propose(self, batch, lengths)
+    )
+    drafts = [SuffixDraft(), MtpDraft()] if beside else MtpDraft()
+    strategy = SpeculativeDecoding(drafts, costs=Costs(alpha={"greedy": 0.95}))  # by which many candidates pay
+    assert_plain(target, strategy, left_padded(), max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    assert set(asked) <= {0, 1, 2, 3}
+    assert 3 in asked
+
+
 def test_layers_are_read_once_a_model(tmp_path: Path, monkeypatch):
     target, read, reads = mtp_target("mellum", tmp_path), MtpModel.from_pretrained, []
     monkeypatch.setattr(MtpModel, "from_pretrained", lambda *args, **kwargs: reads.append(1) or read(*args, **kwargs))
@@ -141,7 +158,7 @@ def test_states_that_wait_are_taken_up_in_pieces(tmp_path: Path, monkeypatch, na
     """Through rounds without candidates; those behind them are the same as if all had waited."""
     target, drafted = mtp_target(name, tmp_path, monkeypatch if name.startswith(KNOWN_BY_NUMBER) else None), []
     for most in (1, 10**6):
-        monkeypatch.setattr(driver, "MOST_PENDING", most)
+        monkeypatch.setattr(head_drafter, "MAX_PENDING", most)
         changing = itertools.chain([0] * 9 + [layers, 0, 0, 0], itertools.repeat(layers))
         monkeypatch.setattr(
             DraftLengthSchedule, "__call__", lambda self, batch, to=changing: [next(to)] * len(batch.rows)

@@ -10,8 +10,8 @@ from taught import NUMBER, TOPICS, WORDS, accepted, taught, taught_target
 
 from hf_specx import DraftHead
 from hf_specx.drafting.heads.block import Block, MarkovHead
-from hf_specx.drafting.heads.driver import HeadDrafter
 from hf_specx.drafting.heads.eagle import Eagle
+from hf_specx.drafting.heads.head_drafter import HeadDrafter
 
 
 FORWARD = Eagle.forward

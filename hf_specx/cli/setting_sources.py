@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from hf_specx.hub.pair_config import CONFIG_NAME
+from hf_specx.common.drafts import PAIR_CONFIG_NAME
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .console import FLAGS, error_line
@@ -45,7 +45,7 @@ def origin_of(line: str, pair: DraftTargetPair, typed: Mapping[str, Any]) -> str
     for name, value in pair.target.generation_config.to_diff_dict().items():
         settings[name] = value, f"{GENERATION_CONFIG_NAME} of {pair.target.name_or_path}"
     for name in OF_PAIR:
-        settings[name] = getattr(pair.config, name), f"{CONFIG_NAME} of the pair"
+        settings[name] = getattr(pair.config, name), f"{PAIR_CONFIG_NAME} of the pair"
     for name, (value, file) in settings.items():
         flag = FLAGS.get(name)
         as_shown = rf"(?<![\w-])({name}`? ?\(?=|{flag} ){re.escape(repr(value))}(?![\w.])"

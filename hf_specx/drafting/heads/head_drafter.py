@@ -25,7 +25,7 @@ from .network import HeadNetwork, StepOutput
 from .runner import HeadRunner
 
 
-MOST_PENDING = 64  # columns of states that wait for candidates to be wanted; beyond, they are appended in any case
+MAX_PENDING = 64  # columns of states that wait for candidates to be wanted; beyond, they are appended in any case
 PREFILL_CHUNK = 1024  # entries of a prompt that are appended together, since the mask grows with them
 
 
@@ -60,6 +60,7 @@ class HeadDrafter(TreeDrafter):
 
     source = "head"
     needs_hidden = True
+    finds_own_number = False
     carried: torch.Tensor
 
     def __init__(
@@ -77,7 +78,7 @@ class HeadDrafter(TreeDrafter):
         self.ids, self.hidden_state_taps, self.owner, self.mask = ids, hidden_state_taps, owner, mask
         weight = next(network.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-        self.max_candidates = None if network.autoregressive else network.max_candidates
+        self.max_candidates = network.max_candidates
         self.drafts_blocks = not network.autoregressive
         has_marginals = not network.autoregressive and not network.adjusts_logits
         if has_marginals:  # a candidate depends on none before it
@@ -119,7 +120,7 @@ class HeadDrafter(TreeDrafter):
         return self
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """Draft for every decoding row that has new states; see there."""
+        """Draft for every decoding row that has new states, as `SampledCandidateGenerator` does."""
         most = self.network.max_candidates or max(lengths)
         pending = self.num_pending_states(batch)
         limits = [min(length, most) if number else 0 for length, number in zip(lengths, pending, strict=True)]
@@ -147,13 +148,20 @@ class HeadDrafter(TreeDrafter):
         self.runner.gather_rows(previous_indices)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
-        """Note the states of new prompts but the last, which the next round gives."""
+        """Note the states of new prompts but the last one of each, which the next round gives: see `observe`.
+
+        Prompts end in the last column. Of one of three tokens a b c in a batch that is four wide:
+
+            tokens     pad   a     b     c
+            states     -     s_a   s_b   s_c
+                             pending     behind c its first new token stands, and is not there yet
+        """
         self.misread_watch.forget_rows(rows)
         states = self.target.prompt_hidden  # [r, m, W] of these rows
         assert states is not None
         for row in rows:
-            number = max(1, min(batch.row_states[row].prompt_length, states.shape[1])) - 1
-            self.num_computed_tokens[row] = self.num_prompt_states[row] = number
+            num_states = max(1, min(batch.row_states[row].prompt_length, states.shape[1]))
+            self.num_computed_tokens[row] = self.num_prompt_states[row] = num_states - 1
         self.position_offset = self._first_positions(batch) - 1 - self._on_device(self.num_prompt_states)
         image_positions = self._image_positions(len(rows))
         for index, row in enumerate(rows):
@@ -161,8 +169,8 @@ class HeadDrafter(TreeDrafter):
             if image_positions is None:
                 positions = torch.arange(number, device=self.device) + self.position_offset[row]
             else:
-                positions = to_device(image_positions[index, -number - 1 : -1], self.device)
-            self.pending_prompts[row] = states[index, states.shape[1] - number - 1 : -1], positions
+                positions = to_device(before_last(image_positions[index], number), self.device)
+            self.pending_prompts[row] = before_last(states[index], number), positions
         self.target.prompt_hidden = states[:, -1:].clone()  # all that is asked for from now on
 
     def _first_positions(self, batch: Batch) -> torch.Tensor:
@@ -208,7 +216,7 @@ class HeadDrafter(TreeDrafter):
             self.pending_prompts = {row: self.pending_prompts[row] for row in waiting}
             self.pending_states = states.index_select(0, done.keep_indices.to(states.device))
             self.runner.gather_rows(done.keep_indices)
-        if self.pending_states.shape[1] > MOST_PENDING and not done.finished:
+        if self.pending_states.shape[1] > MAX_PENDING and not done.finished:
             self._append_pending_states(batch)
 
     def decode_step(self, batch: Batch, ahead: int, num_unfed: int = 0) -> torch.Tensor:
@@ -309,7 +317,7 @@ class HeadDrafter(TreeDrafter):
         )
 
     def level_logits(self, batch: Batch, tokens: torch.Tensor, level: Level) -> torch.Tensor:
-        """See there. Fed candidates have the slots behind the text, each seen by those that follow it."""
+        """As in `TreeDrafter`. Fed candidates have the slots behind the text, each seen by those that follow it."""
         if level.tree is None:
             self.first_step(batch)
             logits = self.draft_logits[0][:, None]
@@ -442,6 +450,12 @@ class HeadDrafter(TreeDrafter):
             num_tokens = max(1, self.network.num_draft_entries(self.candidates_per_step))
             return ForwardSize(num_layers, sum(sizes), tokens_per_row=num_tokens)
         return ForwardSize(num_layers, sum(sizes) / (self.network.max_candidates or 1))  # a layer of its own for each
+
+
+def before_last(values: torch.Tensor, number: int) -> torch.Tensor:
+    """Of values [m, ...] so many in front of the last one."""
+    last = len(values) - 1
+    return values[last - number : last]
 
 
 def without_padding(slots: torch.Tensor, num_context_entries: torch.Tensor, width: int, unseen: int) -> torch.Tensor:

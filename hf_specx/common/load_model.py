@@ -1,6 +1,6 @@
-"""Load a model or a head exactly as its files describe it; missing weights raise an error and are not made up.
+"""Load a model exactly as its files describe it; missing weights raise an error and are not made up.
 
-Everything that is given by a name or a folder is loaded here, from files that `common/model_files.py` has checked.
+Every model that is given by a name or a folder is loaded here, from files that `model_files.py` has checked.
 """
 
 import re
@@ -20,12 +20,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_specx.common.checkpoints import Files, read_config
-from hf_specx.common.errors import require
-from hf_specx.common.model_files import GET_AGAIN, check_size
-
-from .detect_head import is_head
-from .head import DraftHead
+from .checkpoints import Files
+from .errors import require
+from .model_files import GET_AGAIN, check_size
 
 
 AUTO_CLASSES = (
@@ -36,7 +33,7 @@ AUTO_CLASSES = (
 )
 COMMIT = "_commit_hash"  # attribute of a config, not saved with it
 NO_ADAPTERS = "none"  # where transformers looks for one if peft is installed, else on the Hub, without the token
-MOST_IN_BUFFERS = 2**28  # numbers, more than those of any real model
+MAX_IN_BUFFERS = 2**28  # numbers, more than those of any real model
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -62,17 +59,13 @@ def load_config(files: Files, trust_remote_code: bool) -> PreTrainedConfig:
     return config
 
 
-def load_model(
-    files: Files, trust_remote_code: bool, target: PreTrainedModel | None = None, **kwargs: Any
-) -> PreTrainedModel:
+def load_model(files: Files, trust_remote_code: bool, **kwargs: Any) -> PreTrainedModel:
     """A model in evaluation mode, with the `generate` of its class, from `files` that `fetch` has checked.
 
-    For a `target` it may be a draft head, in the precision of its files. `kwargs` are for `from_pretrained`. Weights
-    that are missing, have another shape, or belong to layers that the model does not have are a ValueError.
+    `kwargs` are for `from_pretrained`. Weights that are missing, have another shape, or belong to layers that the
+    model does not have are a ValueError.
     """
     folder = files.folder  # not by the repository's name, whose code may have changed since it was checked
-    if target is not None and holds_head(files):
-        return _with_origin(files, DraftHead.from_pretrained(folder, target=target))
     config = load_config(files, trust_remote_code)
     trust = {"trust_remote_code": trust_remote_code}
     loader = auto_class(config)
@@ -81,7 +74,7 @@ def load_model(
         with _naming_folder_in_errors(folder), torch.device("meta"):
             empty = loader.from_config(config, attn_implementation="eager", **trust)
         buffer_size = sum(buffer.numel() for buffer in empty.buffers())  # computed, not loaded
-        check_size(folder, empty.num_parameters() + max(0, buffer_size - MOST_IN_BUFFERS))
+        check_size(folder, empty.num_parameters() + max(0, buffer_size - MAX_IN_BUFFERS))
     model, loading_info = loader.from_pretrained(
         str(folder),
         output_loading_info=True,
@@ -91,20 +84,15 @@ def load_model(
     )
     _check_loaded(files.shown, loading_info, list(model.state_dict()))
     vars(model).pop("generate", None)  # one bound by a repository's trusted code would call this package again
-    return _with_origin(files, model).eval()
+    return with_origin(files, model).eval()
 
 
-def _with_origin(files: Files, model: PreTrainedModel) -> PreTrainedModel:
+def with_origin(files: Files, model: PreTrainedModel) -> PreTrainedModel:
     """A model that says where it came from."""
     model.name_or_path = model.config._name_or_path = files.name
     if files.revision is not None:
         setattr(model.config, COMMIT, files.revision)
     return model
-
-
-def holds_head(files: Files) -> bool:
-    """Whether a pair's draft, as its files have it, is a head."""
-    return is_head(files.folder, read_config(files.folder))
 
 
 def _check_loaded(where: str, loading_info: dict[str, Collection[Any]], weights: Collection[str]) -> None:
