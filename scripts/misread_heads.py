@@ -119,7 +119,7 @@ def without_mask_embedding(draft: DraftHead) -> None:
 
 
 MISREADINGS = {
-    "DSpark of early speculators, from the anchor": Misreading("dspark", without_layout, {"block_layout": "anchor"}),
+    "DSpark of early speculators, from the anchor": Misreading("dspark", without_layout, {"layout": "anchor"}),
     "`partial_rotary_factor` beside unscaled positions, as if it held": Misreading(
         "eagle3", with_rotary_factor, {"partial_rotary_factor": 0.5}
     ),
@@ -127,7 +127,7 @@ MISREADINGS = {
     "`is_neox_style: false`, as halves": Misreading("eagle3", in_pairs, in_halves=True),
     "`mask_embedding.pt`, not read": Misreading("dflash", as_it_is, change=without_mask_embedding),
     "SpecForge's `norm_output: true`, as fed back": Misreading("eagle3", by_specforge, {"norm_output": True}),
-    "DFlash that proposes by masks, from the anchor": Misreading("dflash", as_it_is, {"block_layout": "anchor"}),
+    "DFlash that proposes by masks, from the anchor": Misreading("dflash", as_it_is, {"layout": "anchor"}),
     "EAGLE-3, by states of other layers": Misreading("eagle3", as_it_is, {"layer_ids": [2, 8, 13]}),
     "DSpark, by states of other layers": Misreading("dspark", as_it_is, {"layer_ids": [2, 8, 14]}),
 }
@@ -244,7 +244,7 @@ class Study:
             reports.append(strategy.report)
         accepted = sum(report.accepted_per_position[0] for report in reports)
         judged = sum(report.judged_per_position[0] for report in reports)
-        layout = sum("block_layout='" in report.misread_reason for report in reports)
+        layout = sum("layout='" in report.misread_reason for report in reports)
         chance = sum("by chance" in report.misread_reason for report in reports)
         tokens = [report.mean_acceptance_length for report in reports]
         return Calls(tokens, accepted / judged, layout, chance)

@@ -120,7 +120,7 @@ class EarlyExitDrafter(SampledCandidateGenerator):
 
     def size(self) -> ForwardSize | None:
         size = super().size()  # by the config, which counts all layers
-        return None if size is None else size._replace(layers=self.layers)
+        return None if size is None else size._replace(num_layers=self.layers)
 
     def _make_runner(self, context: DraftContext) -> ModelRunner | None:
         self.target = context.target if type(context.target) is RaggedRunner else None

@@ -1,25 +1,23 @@
-"""Any number of requests: who waits, who has the place of a row that ends, and what became of each."""
+"""Any number of requests: who waits, and who has the place of a row that ends."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
-from hf_specx.common.round import Round
 from hf_specx.models.prompts import PreparedInputs
 from hf_specx.sampling.per_request import RequestStopping
 
 from .ranks import synced_by_default
-from .requests import CancelCriteria, Completion, Piece, PreparedRequest, Request, RequestPreparer, as_request
+from .request_results import RequestResults
+from .requests import CancelCriteria, Completion, PreparedRequest, Request, RequestPreparer, as_request
 
 
-KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
 MAX_UNUSED_COLUMNS = 4096  # columns of pads before all prompts, kept after a longer prompt has ended
 
 
@@ -31,10 +29,10 @@ class RequestQueue:
         requests: the iterable.
         options: arguments of `generate` for all requests.
         max_batch_tokens: how many slots a cache may have, rows times their length; None is any number.
-        logprobs: whether completions have log-probabilities.
-        streams: whether `pop` gives new tokens as well, round by round.
+        logprobs, streams: as in `RequestResults`.
 
     Attributes:
+        results: what became of the requests that have ended, or were refused.
         batch_requests: the requests with which the batch began, `max_rows` at most; `stopping` is of its rows.
         is_over: whether the iterable has ended, or failed; a None that it yields says that there is nothing yet.
         iterable_error: an error of the iterable; it is raised once what was taken before is complete.
@@ -57,7 +55,7 @@ class RequestQueue:
         )
         require(not synced_by_default(*models), message)
         self.iterator, self.preparer = iter(requests), RequestPreparer(models[0], options)
-        self.max_batch_tokens, self.logprobs, self.streams = max_batch_tokens, logprobs, streams
+        self.max_batch_tokens, self.results = max_batch_tokens, RequestResults(logprobs, streams)
         self.num_requests = 0
         self.max_rows = 1
         self.is_over = False
@@ -65,8 +63,6 @@ class RequestQueue:
         self.next: PreparedRequest | None = None
         self.put_back: list[PreparedRequest] = []  # taken for a batch that was not decoded
         self.all_run_alone = False
-        self.completed: list[Completion] = []
-        self.new_tokens: dict[int, list[int]] = {}  # by request, since the last `pop`
         self.iterable_error: Exception | None = None
 
     def check_options(self) -> None:
@@ -110,10 +106,10 @@ class RequestQueue:
         prompt = replace(prompt, seeds=[request.seed for request in self.batch_requests] if config.do_sample else None)
         if first.runs_alone:
             config.return_dict_in_generate = True
-            config.output_scores = config.output_logits = self.logprobs
+            config.output_scores = config.output_logits = self.results.logprobs
             config.output_attentions = config.output_hidden_states = False
             # it copies the logits of the model, to which a processor may write
-            copying = [TemperatureLogitsWarper(1.0)] if self.logprobs else []
+            copying = [TemperatureLogitsWarper(1.0)] if self.results.logprobs else []
             processors = LogitsProcessorList([*copying, *first.processors])
             criteria = StoppingCriteriaList(first.stopping.all)
             if first.request.cancelled is not None:
@@ -139,70 +135,10 @@ class RequestQueue:
             requests[row] = self._take()
         return requests
 
-    def observe(self, round_: Round) -> None:
-        """Complete the requests of rows that ended in a round."""
-        row_states = round_.batch.row_states
-        for index, row in enumerate(round_.rows if self.logprobs else ()):
-            row_states[row].logprobs += _logprobs(round_, index, row)
-        for row, tokens in zip(round_.rows, round_.tokens, strict=True) if self.streams else ():
-            self.new_tokens.setdefault(row_states[row].request.index, []).extend(tokens)
-        for row in round_.ended:
-            row_state = row_states[row]
-            if row_state.dead_end is None:
-                self.complete(
-                    row_state.request, list(row_state.emitted_ids), round_.batch.row(row)[None], row_state.logprobs
-                )
-            else:
-                _, error = row_state.dead_end
-                row_state.dead_end = None
-                self.refuse(row_state.request.index, error)
-
-    def complete(
-        self,
-        request: PreparedRequest,
-        tokens: list[int],
-        input_ids: torch.Tensor,
-        logprobs: Sequence[tuple[float, float]] = (),
-    ) -> None:
-        """Complete a request that has ended, with new tokens that are the end of input_ids [1, L]."""
-        processed = [of_processed for of_processed, _ in logprobs] if self.logprobs else None
-        raw = [of_model for _, of_model in logprobs] if self.logprobs else None
-        reason = "length" if request.stopping.ended_by_limit(input_ids, tokens) else "stop"
-        if reason == "stop" and request.is_cancelled() and not request.stopping.stops(input_ids, tokens):
-            reason = "cancelled"
-        self.completed.append(Completion(request.index, tokens, reason, processed, raw))
-
     def is_request_error(self, error: Exception) -> bool:
         """Whether the own processors of one request alone made an error, as where they exclude every token."""
         by_processors = isinstance(error, ValueError) or "probability tensor contains" in str(error)  # of multinomial
         return by_processors and self.batch_requests[0].has_own_processors
-
-    def refuse(self, index: int, error: Exception) -> None:
-        """Complete a request as one that cannot be served; the others go on."""
-        self.completed.append(Completion(index, None, "refused", error=str(error)))
-
-    def complete_alone(self, output: Any) -> None:
-        """Complete the request that has run alone, by the output of its call."""
-        output.speculation_report.max_history = KEPT_ROUNDS
-        (request,) = self.batch_requests
-        new = output.sequences[:, len(request.input_ids) :]
-        logprobs: list[tuple[float, float]] = []
-        if self.logprobs:
-            tokens = new.mT  # [n, 1]
-            logprobs = _of_tokens(tokens, torch.cat(output.scores), torch.cat(output.logits))
-        tokens_of_row = new[0].tolist()
-        if self.streams:
-            self.new_tokens[request.index] = tokens_of_row
-        self.complete(request, tokens_of_row, output.sequences, logprobs)
-
-    def pop(self) -> list[Any]:
-        """The completions since the last time; pieces, if it `streams`."""
-        done, self.completed = self.completed, []
-        if not self.streams:
-            return done
-        new_tokens, self.new_tokens = self.new_tokens, {}
-        last = [Piece(each.index, new_tokens.pop(each.index, []), each) for each in done]
-        return [*(Piece(index, tokens) for index, tokens in new_tokens.items() if tokens), *last]
 
     def _peek(self) -> PreparedRequest | None:
         """The next request that can be served, which stays the next one; None if there is none now."""
@@ -230,7 +166,7 @@ class RequestQueue:
         """A prompt or `Request` as it is decoded; None if it was cancelled or is refused, and is complete by that."""
         request = as_request(prompt)
         if request.is_cancelled():
-            self.completed.append(Completion(index, [], "cancelled"))
+            self.results.completed.append(Completion(index, [], "cancelled"))
             return None
         if index == 0:  # the type of the first is that of all
             self.preparer.check_kind(request)
@@ -238,7 +174,7 @@ class RequestQueue:
             prepared = self.preparer.prepare_request(index, request)
             self._check_room(prepared)
         except ValueError as error:
-            self.refuse(index, error)
+            self.results.refuse(index, error)
             return None
         return replace(prepared, runs_alone=prepared.runs_alone or self.all_run_alone)
 
@@ -262,22 +198,6 @@ class RequestQueue:
         width = max(width, *(request.width for request in requests))
         longest = width + max(request.limit for request in requests)
         return self.max_batch_tokens is None or max(rows, len(requests)) * longest <= self.max_batch_tokens
-
-
-def _logprobs(round_: Round, index: int, row: int) -> list[tuple[float, float]]:
-    """Log-probabilities of the tokens that a row emitted in a round: after all processors, and of the model."""
-    number, first = round_.emitted[index], round_.batch.width + round_.emitted_before[index]
-    tokens = round_.batch.ids[row, first : first + number, None]
-    return _of_tokens(tokens, round_.scores[index, :number], round_.forward.logits[index, :number])
-
-
-def _of_tokens(tokens: torch.Tensor, scores: torch.Tensor, logits: torch.Tensor) -> list[tuple[float, float]]:
-    """The log-probabilities of tokens [n, 1] by scores and by logits [n, V]."""
-    pairs = []
-    for values in (scores, logits):
-        chosen = values.float().log_softmax(-1).gather(-1, tokens.to(values.device))
-        pairs.append(chosen[:, 0].tolist())
-    return list(zip(*pairs, strict=True))
 
 
 def in_order(completions: Iterator[Completion]) -> Iterator[Completion]:

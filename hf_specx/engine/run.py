@@ -29,9 +29,9 @@ from hf_specx.sampling.verifiers import make_verifier
 from .call import Call
 from .check_options import MAX_NODES
 from .outputs import Outputs, Stream
-from .queue import KEPT_ROUNDS
 from .ranks import any_rank, of_first_rank
 from .report import SpeculationReport
+from .request_results import KEPT_ROUNDS
 from .requests import PreparedRequest
 
 
@@ -81,7 +81,8 @@ class Run:
         config = prompt.generation_config
         self.outputs = Outputs(config, len(prompt.input_ids)) if config.return_dict_in_generate else None
         self.stream = None if strategy.streamer is None else Stream(call)
-        listeners = [self.report, self.tree_shapes, self.outputs, self.stream, *strategy.listeners, call.queue]
+        results = None if call.queue is None else call.queue.results
+        listeners = [self.report, self.tree_shapes, self.outputs, self.stream, *strategy.listeners, results]
         self.listeners: list[Listener] = [listener for listener in listeners if listener is not None]
         self.started = self.phase_started = time.perf_counter()
 

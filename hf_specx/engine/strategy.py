@@ -224,7 +224,7 @@ class SpeculativeDecoding(NoModel):
         earlier: SpeculationReport | None = None
         while queue.begin_batch(batch_size) or not queue.is_over:
             if not queue.batch_requests:
-                yield from queue.pop()
+                yield from queue.results.pop()
                 continue
             if queue.batch_requests[0].runs_alone:
                 self._decode_alone(queue, earlier)
@@ -235,23 +235,23 @@ class SpeculativeDecoding(NoModel):
                     continue
                 run = Run(call, self.costs, target)
                 for _ in self._run_rounds(run, earlier):
-                    yield from queue.pop()
+                    yield from queue.results.pop()
                     run.end_phase("handing on")
             earlier = self.report
-            yield from queue.pop()
-        yield from queue.pop()
+            yield from queue.results.pop()
+        yield from queue.results.pop()
         if queue.iterable_error is not None:
             raise queue.iterable_error
 
     def _decode_alone(self, queue: RequestQueue, earlier: SpeculationReport | None) -> None:
         """Decode a request that runs alone, as any call; refuse it if its own processors fail."""
-        inputs = queue.batch_inputs()
+        (request,), inputs = queue.batch_requests, queue.batch_inputs()
         try:
-            queue.complete_alone(self.run_call(self.prepare_call(inputs), earlier))
+            queue.results.complete_alone(request, self.run_call(self.prepare_call(inputs), earlier))
         except (ValueError, RuntimeError) as error:
             if not queue.is_request_error(error):
                 raise
-            queue.refuse(queue.batch_requests[0].index, error)
+            queue.results.refuse(request.index, error)
             self.report = earlier
 
     @contextmanager

@@ -222,7 +222,7 @@ def test_the_next_call_finds_what_was_compiled(form: str):
     call = {**prompts(2), "max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     for _ in range(3):
         if form == "function":
-            output = generate(**call, model=target, draft_model=draft, compile=True)
+            output = generate(**call, model=target, draft_model=draft, num_draft_tokens=2, compile=True)
         else:
             with strategy.attached(target):
                 output = target.generate(**call)
@@ -422,7 +422,7 @@ def test_inference_mode_in_one_call_and_not_in_the_next(traced: None, first: boo
 
 def test_one_row_is_compiled_once_for_all_widths(traced: None):
     """A column of its text has the stride of the whole text, by which torch tells tensors."""
-    target, draft = pair(num_hidden_layers=1)
+    target, draft = pair()
     for width in range(3, 9):
         ids = torch.arange(1, 1 + width)[None]
         call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6}
@@ -443,6 +443,6 @@ def test_layers_that_differ_in_a_number_are_compiled_apart(traced: None):
     target, texts = tiny("llama", num_hidden_layers=3), []
     target.model.layers[1].self_attn.scaling *= 4
     for compile in (False, True):
-        strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, compile=compile)
+        strategy = SpeculativeDecoding(tiny(num_hidden_layers=1), num_draft_tokens=3, compile=compile)
         texts.append(target.generate(**prompts(2), do_sample=False, max_new_tokens=20, custom_generate=strategy))
     assert torch.equal(*texts)

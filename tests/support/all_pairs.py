@@ -11,7 +11,7 @@ import pytest
 def all_pairs(*parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Cases, one value of each parameter in each, chosen one by one so that each brings the most new pairs."""
     values = [list(parameter) for parameter in parameters]
-    return [_values(case, values) for case in _pairwise(values, [])]
+    return [_values(case, values) for case in _pairwise(values)]
 
 
 def once(*parameters: Iterable[Any]) -> list[Any]:
@@ -22,23 +22,20 @@ def once(*parameters: Iterable[Any]) -> list[Any]:
 
 
 def each_value(*parameters: Iterable[Any]) -> list[Any]:
-    """As `all_pairs`, of which the default run has one case for each value of the longest parameter.
+    """The cases of `all_pairs`, of which the default run has so many that each value is in one.
 
-    In these the values of the others take turns, and so do their pairs.
+    Values that are in one already take turns.
     """
     values = [list(parameter) for parameter in parameters]
-    longest = max(range(len(values)), key=lambda parameter: len(values[parameter]))
-    kept: list[tuple[int, ...]] = []
-    pairs_met, values_met = Counter[tuple](), Counter[tuple[int, int]]()
-    for n in range(len(values[longest])):
-        cases = [case for case in _product(values) if case[longest] == n]
-        uses = [
-            (sum(map(pairs_met.__getitem__, _pairs(x))), sum(map(values_met.__getitem__, enumerate(x)))) for x in cases
-        ]
-        kept.append(cases[uses.index(min(uses))])
-        pairs_met.update(_pairs(kept[-1]))
-        values_met.update(enumerate(kept[-1]))
-    return [_param(case, values, number < len(kept)) for number, case in enumerate(_pairwise(values, kept))]
+    cases, kept, uses = _pairwise(values), list[tuple[int, ...]](), Counter[tuple[int, int]]()
+
+    def gain(case: tuple[int, ...]) -> tuple[int, int]:
+        return sum(not uses[value] for value in enumerate(case)), -sum(uses[value] for value in enumerate(case))
+
+    while any(gain(case)[0] for case in cases):
+        kept.append(max(cases, key=gain))
+        uses.update(enumerate(kept[-1]))
+    return [_param(case, values, case in kept) for case in cases]
 
 
 def _product(values: list[list]) -> list[tuple[int, ...]]:
@@ -50,10 +47,9 @@ def _pairs(case: tuple[int, ...]) -> set[tuple]:
     return set(combinations(enumerate(case), 2))
 
 
-def _pairwise(values: list[list], chosen: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The cases that are chosen, and more of them until all pairs have met."""
-    cases, chosen = _product(values), list(chosen)
-    missing = set().union(*map(_pairs, cases)) - set().union(*map(_pairs, chosen))
+def _pairwise(values: list[list]) -> list[tuple[int, ...]]:
+    cases, chosen = _product(values), []
+    missing = set().union(*map(_pairs, cases))
     while missing:
         chosen.append(max(cases, key=lambda case: len(_pairs(case) & missing)))
         missing -= _pairs(chosen[-1])

@@ -98,9 +98,9 @@ TENSOR_OF_FIELD = {  # fields that say whether there is a tensor
 }
 MARKOV_TYPE_OF_TENSOR = {"markov_head.gate_proj.weight": "gated", "markov_head.joint_proj.weight": "rnn"}
 FIELDS_OF_CONFIG = ("norm_before_residual", "markov_head_type")  # which tensors do not show
-# values of the option block_layout=: whether the anchor, the last token in front of the masks of a block, proposes too
+# values of the option layout=: whether the anchor, the last token in front of the masks of a block, proposes too
 SAMPLES_FROM_ANCHOR = {"anchor": True, "fill-in": False}
-OVERRIDES = ("layer_ids", "block_layout", "norm_output", "use_last_layernorm", "is_causal", "partial_rotary_factor")
+OVERRIDES = ("layer_ids", "layout", "norm_output", "use_last_layernorm", "is_causal", "partial_rotary_factor")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # others depend on the length of the text
 
 
@@ -114,7 +114,7 @@ def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tupl
         target: the model whose states it reads.
         **loading: `HUB`, and what is to hold in place of what the files say, or leave open:
             layer_ids: the states of the target that it reads; 0 is the embeddings, l the output of l layers.
-            block_layout: which positions of a block propose. With "fill-in" each mask proposes the token in its own
+            layout: which positions of a block propose. With "fill-in" each mask proposes the token in its own
                 position; with "anchor" the last token in front of them (the anchor) and each mask propose the token
                 behind theirs, one more in all.
             is_causal: whether a position of a block sees none behind itself.
@@ -147,9 +147,9 @@ def read_head(name: str | Path, target: PreTrainedModel, **loading: Any) -> tupl
 
 def _check_overrides(overrides: dict[str, Any]) -> None:
     """Raise ValueError if an option of loading has a value that it cannot have."""
-    layout, factor = overrides.get("block_layout", "anchor"), overrides.get("partial_rotary_factor", 1.0)
+    layout, factor = overrides.get("layout", "anchor"), overrides.get("partial_rotary_factor", 1.0)
     layouts = ", ".join(map(repr, SAMPLES_FROM_ANCHOR))
-    require(layout in SAMPLES_FROM_ANCHOR, f"block_layout={layout!r}: give one of {layouts}.")
+    require(layout in SAMPLES_FROM_ANCHOR, f"layout={layout!r}: give one of {layouts}.")
     for option in ("norm_output", "use_last_layernorm", "is_causal"):
         value = overrides.get(option, True)
         require(isinstance(value, bool), f"{option}={value!r}: give True or False.")
@@ -272,7 +272,7 @@ class FormatReader:
 
         In DFlash2 of speculators it is all of it there too.
         """
-        self._check_overrides_apply("DFlash", ("layer_ids", "block_layout", "is_causal", "partial_rotary_factor"))
+        self._check_overrides_apply("DFlash", ("layer_ids", "layout", "is_causal", "partial_rotary_factor"))
         stated = {option: self.options[option] for option in CAUSAL_OPTIONS if self.options.get(option) is not None}
         default = kind == "dflash2" and self.is_of_speculators and not stated
         if self.options.get("sliding_window_non_causal", default):
@@ -548,16 +548,16 @@ class FormatReader:
 
         Files of speculators without the key are older than sampling from the anchor; DSpark of all others does.
         """
-        if "block_layout" in self.overrides:
-            return SAMPLES_FROM_ANCHOR[self.overrides["block_layout"]]
+        if "layout" in self.overrides:
+            return SAMPLES_FROM_ANCHOR[self.overrides["layout"]]
         stated = self.first_value(ANCHOR_OPTIONS)
         from_anchor = kind == "dspark" and not self.is_of_speculators if stated is None else bool(stated)
         option, other = ("anchor", "fill-in") if from_anchor else ("fill-in", "anchor")
         self.need(
             num_proposed != (block_size - 1 if from_anchor else block_size),
             f"proposes {num_proposed} tokens a block of {block_size} by speculative_tokens, which is the number of "
-            f"block_layout={other!r}, and by sample_from_anchor={brief(stated)} its layout is {option!r}; give "
-            f"block_layout={option!r} if it proposes fewer than it could, and block_layout={other!r} if it was "
+            f"layout={other!r}, and by sample_from_anchor={brief(stated)} its layout is {option!r}; give "
+            f"layout={option!r} if it proposes fewer than it could, and layout={other!r} if it was "
             "trained so.",
         )
         return from_anchor

@@ -14,7 +14,7 @@ SHIFT_UP_TO = 1 / 2  # of them, up to which it is looked where the candidates of
 MIN_SHIFT_GAIN = 0.1  # by which candidates fit another place better than their own, at least
 MIN_STANDARD_ERRORS = 4.0  # of that gain
 COMPARED_ROUNDS = 128
-OPTIONS_TO_TRY = dict.fromkeys(BLOCK_KINDS, "block_layout=, is_causal=, layer_ids= or partial_rotary_factor=")
+OPTIONS_TO_TRY = dict.fromkeys(BLOCK_KINDS, "layout=, is_causal=, layer_ids= or partial_rotary_factor=")
 OPTIONS_TO_TRY |= dict.fromkeys(EAGLE_KINDS, "layer_ids=, norm_output= or partial_rotary_factor=")
 
 
@@ -101,7 +101,7 @@ class MisreadWatch:
                 direction = "on" if shift > 0 else "back"
                 return (
                     f"{message}, and candidates fit the place one {direction} better, by {gain:.2f}: "
-                    f"load it by DraftHead.from_pretrained(..., block_layout={option!r})."
+                    f"load it by DraftHead.from_pretrained(..., layout={option!r})."
                 )
         if accepted > CHANCE_SHARE * drafted:
             return ""

@@ -221,8 +221,8 @@ CASES = {
         lambda: random_head("dflash", extra={"is_causal": True}, window_non_causal=True),
         "sliding_window_non_causal",
     ),
-    "fill-in proposes all": (lambda: spoken(5), "block_layout='anchor' if it was trained"),
-    "anchor proposes less": (lambda: spoken(4, sample_from_anchor=True), "block_layout='anchor' if it proposes fewer"),
+    "fill-in proposes all": (lambda: spoken(5), "layout='anchor' if it was trained"),
+    "anchor proposes less": (lambda: spoken(4, sample_from_anchor=True), "layout='anchor' if it proposes fewer"),
     "assistant": (lambda: more(model_type="gemma4_assistant"), "draft_model"),
     "option": (lambda: more(final_logit_softcapping=30.0), "final_logit_softcapping"),
     "nested option": (lambda: more(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state"),
@@ -269,7 +269,7 @@ def test_layout_of_a_block(target, tmp_path: Path, case: str):
     if "of early" in case or form != "speculators":
         assert config.num_draft_tokens == 4 + anchor
     for layout in ("anchor", "fill-in"):
-        assert read_head(folder, target, block_layout=layout)[0].sample_from_anchor == (layout == "anchor")
+        assert read_head(folder, target, layout=layout)[0].sample_from_anchor == (layout == "anchor")
 
 
 def test_norms_that_specforge_meant_otherwise(target, tmp_path: Path):
@@ -367,10 +367,10 @@ def test_options_of_loading_are_checked(target, tmp_path: Path):
     folder = write(random_head(), tmp_path)
     refused(folder, target, "did you mean 'revision'", revison="main")
     refused(folder, target, r"layer_ids='last'", layer_ids="last")
-    refused(folder, target, "'fill-in'", block_layout="first")
+    refused(folder, target, "'fill-in'", layout="first")
     refused(folder, target, "True or False", norm_output="no")
     refused(folder, target, "partial_rotary_factor=2", partial_rotary_factor=2)
-    refused(folder, target, "block_layout=", block_layout="anchor")
+    refused(folder, target, "layout=", layout="anchor")
     folder = write(random_head("dflash"), tmp_path / "dflash")
     refused(folder, target, "norm_output=", norm_output=True)
     for other in ("org/model", None):

@@ -65,7 +65,7 @@ def watched(
 def test_layouts_are_named_by_where_candidates_fit(shift: int, from_anchor: bool, option: str, drawn: bool):
     misread, other = (HeadConfig(kind="dflash", sample_from_anchor=flag) for flag in (from_anchor, not from_anchor))
     options: dict[str, Any] = {"accepted": 0.2, "drawn": drawn}
-    assert f"block_layout={option!r}" in watched(shift, config=misread, **options).reason()
+    assert f"layout={option!r}" in watched(shift, config=misread, **options).reason()
     assert not watched(shift, config=other, **options).reason()  # no other way round
     assert not watched(0, config=misread, **options).reason()
     assert not watched(shift, config=HeadConfig(kind="eagle3"), **options).reason()
@@ -77,7 +77,7 @@ def test_layouts_are_named_by_where_candidates_fit(shift: int, from_anchor: bool
 def test_heads_of_which_nothing_is_kept_are_told_what_to_try():
     reason = watched(None, accepted=0.05).reason()
     assert "no more than by chance" in reason
-    assert "block_layout=, is_causal=" in reason
+    assert "layout=, is_causal=" in reason
     assert "norm_output=" in watched(None, accepted=0.05, config=HeadConfig(kind="eagle3")).reason()
     # of which nothing can be overridden
     assert not watched(None, accepted=0.05, config=HeadConfig(kind="medusa")).reason()
@@ -110,7 +110,7 @@ def test_false_alarms_and_power_of_the_layout():
 
     def reports(chances: list[float], rounds: int) -> int:
         drawn = torch.tensor(chances).multinomial(1000 * rounds, replacement=True, generator=draws).view(1000, rounds)
-        return sum("block_layout='anchor'" in with_gains(gains) for gains in (drawn - 1).float())
+        return sum("layout='anchor'" in with_gains(gains) for gains in (drawn - 1).float())
 
     assert reports([0.4, 0.2, 0.4], 64) <= 1
     assert reports([0.1, 0.8, 0.1], 128) <= 1
@@ -127,7 +127,7 @@ def test_reports_of_heads_that_were_not_trained(beside: bool, tmp_path: Path):
     target.generate(**prompts(4), **GREEDY | {"max_new_tokens": 60}, custom_generate=strategy)
     reason = strategy.report.misread_reason
     assert "no more than by chance" in reason
-    assert "try block_layout=" in reason
+    assert "try layout=" in reason
     assert reason in str(strategy.report)
     assert strategy.report.to_dict()["misread_reason"] == reason
     assert (strategy.report + strategy.report).misread_reason == reason

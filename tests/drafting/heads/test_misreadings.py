@@ -28,7 +28,7 @@ MISREADINGS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]
         "dspark",
         BLOCK | {"from_anchor": False, "rank": 16},
         {"form": "old speculators"},
-        {"block_layout": "anchor"},
+        {"layout": "anchor"},
     ),
     "partial_rotary_factor beside default positions": (
         "eagle3",
@@ -96,5 +96,5 @@ def test_it_is_accepted_more_as_it_is_read_now(name: str, tmp_path: Path, monkey
     print(f"| {name} | {then.mean_acceptance_length:.2f} | {now.mean_acceptance_length:.2f} |")
     assert then.acceptance_rate < 0.95 * now.acceptance_rate
     assert not now.misread_reason
-    if "block_layout" in before:
-        assert "block_layout='fill-in'" in then.misread_reason
+    if "layout" in before:
+        assert "layout='fill-in'" in then.misread_reason
