@@ -10,6 +10,7 @@ from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
+from hf_specx.common.wrappers import vocabulary
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
@@ -127,6 +128,13 @@ class TimedMethod:
         if exit_layer is not None:
             return {"assistant_early_exit": exit_layer}
         if self.tokenizers is None:
+            assert self.draft is not None
+            scored, of_target = vocabulary(self.draft), vocabulary(self.target)
+            require(
+                scored == of_target,
+                f"the draft scores {scored} tokens and the target {of_target}, which transformers takes for two "
+                "tokenizers.",
+            )
             return {"assistant_model": self.draft}
         require(
             not options.get("do_sample"),

@@ -33,8 +33,8 @@ from hf_specx.hub.fetch import (
     get_tokenizer,
 )
 from hf_specx.hub.known_pairs import folder_of, is_embedded
-from hf_specx.hub.load_model import load_model_or_head
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
+from hf_specx.hub.pair_models import load_model_or_head
 from hf_specx.hub.quantize import quantization_config
 from hf_specx.pairs.pair import DraftTargetPair
 

@@ -164,7 +164,7 @@ def basis_of(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "hf_specx"))
     return (
         f"{prompts['count']} prompts of {lengths} tokens (digest {prompts['digest'][:12]}), {settings['repeats']} "
-        f"turns from seed {settings['seed']}, {where['dtype']} on {where['device']}, {where['threads']} threads, "
+        f"turns from seed {settings['seed']}, {where['dtype']} on {where['device']}, "
         f"{versions}"
     )
 

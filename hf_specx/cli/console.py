@@ -146,16 +146,22 @@ def drop_output() -> None:
         os.dup2(nowhere, stream.fileno())
 
 
+def say_warning(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    """Print a warning, unless it is about code that will have to change, which who types a command has not written."""
+    if not issubclass(category, DeprecationWarning | PendingDeprecationWarning | FutureWarning):
+        say(f"warning: {error_line(message)}", "yellow")
+
+
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
     """A context that prints an error which a user can correct as one red line on stderr, and exits with code 2.
 
-    Warnings become lines too. Any other error is printed with its traceback, and ends with code 3, since 1 is for a
-    failed check alone. Where the reader of the output has closed it, the code is 141, as of other programs; typer ends
-    Ctrl-C with 130.
+    Warnings become lines too, but not those for developers. Any other error is printed with its traceback, and ends
+    with code 3, since 1 is for a failed check alone. Where the reader of the output has closed it, the code is 141, as
+    of other programs; typer ends Ctrl-C with 130.
     """
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_, **__: say(f"warning: {error_line(message)}", "yellow")
+        warnings.showwarning = say_warning
         try:
             yield
         except BrokenPipeError as error:

@@ -17,7 +17,7 @@ from hf_specx.hub.cards import embedded_card, embedded_config, render
 from hf_specx.hub.fetch import find_draft_files, find_files, get_files, get_pair
 from hf_specx.hub.flatten import ENTRY_MODULE
 from hf_specx.hub.folders import INSIDE, REFERENCE
-from hf_specx.hub.known_pairs import embedded_folder, is_embedded
+from hf_specx.hub.known_pairs import embedded_folder, folder_of, is_embedded
 from hf_specx.hub.pair_config import PairConfig
 from hf_specx.hub.publish import CODE_FOLDER, WritePair, loaded_pair, pair_as_it_is, reference_to
 from hf_specx.hub.quantize import quantization_config
@@ -61,9 +61,9 @@ def load_named(named: PairOptions, loading: LoadingOptions, chat: bool) -> Draft
     with waiting_for(f"loading {named.name}"):
         model = None if draft is None else read_draft(draft).model
         if model is not None:
-            find_draft_files(model)  # raises where there is none
+            find_draft_files(folder_of(model))  # raises where there is none, or a pair
         if is_embedded(split_revision(name)[0]) or (find_files(name).root / PAIR_CONFIG_NAME).is_file():
-            pair = load_pair(name, loading, draft)
+            pair = load_pair(name, loading, None if draft is None else folder_of(draft))
         else:
             require(
                 draft is not None,

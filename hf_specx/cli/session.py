@@ -219,7 +219,8 @@ def write_texts(session: Session, prompts: Prompts, out: Path, batch_size: int) 
     report: SpeculationReport | None = session.pair.report  # of this run alone, which may have found all done
     if report is not None:
         session.console.text(speed_of(report))
-    session.console.text(f"{len(prompts) - refused} texts are in {out}{rest}")
+    written = len(prompts) - refused
+    session.console.text(f"{written} {'text is' if written == 1 else 'texts are'} in {out}{rest}")
     facts = {"out": str(out), "prompts": len(prompts), "refused": refused}
     return facts | {"report": None if report is None else report.to_dict()}
 

@@ -323,9 +323,12 @@ class SpeculationReport:
         nodes = f", {self.nodes} with branches" if self.nodes > self.drafted else ""
         copied = f", {self.copied} tokens of prompts copied" if self.copied else ""
         alpha, rate = (f"{share:.3f}" if self.judged else "-" for share in (self.alpha, self.acceptance_rate))
+        forwards = f"{self.plain_steps}, none over candidates"
+        if self.rounds:
+            forwards = f"{self.rounds} over up to {self.num_draft_tokens} candidates a row{nodes}, "
+            forwards += f"{self.plain_steps} over none"
         lines = [
-            f"{self.emitted} new tokens in {self.rows} row{'s' * (self.rows != 1)}; target forwards: {self.rounds} "
-            f"over up to {self.num_draft_tokens} candidates a row{nodes}, {self.plain_steps} over none; "
+            f"{self.emitted} new tokens in {self.rows} row{'s' * (self.rows != 1)}; target forwards: {forwards}; "
             f"{self.verification} verification, {self.layout} layout{copied}",
             f"alpha {alpha}, acceptance rate {rate}, {self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]

@@ -19,8 +19,8 @@ from hf_specx.engine.generate_frame import custom_generate_argument
 
 from .facts import IDENTIFYING, commit_of, differing
 from .fetch import HUB_OPTIONS, get_pair, get_tokenizer
-from .load_model import find_model
 from .pair_config import PairConfig, WeightlessDraft
+from .pair_models import find_model
 from .pair_source import PAIR, REVISION
 
 

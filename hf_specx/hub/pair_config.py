@@ -178,7 +178,7 @@ class Measurement:
     def __str__(self) -> str:
         text = f"batch {self.batch}: {self.measured_speedup:.2f} times as fast as plain generate"
         if self.turns is not None:
-            details = [f"{self.turns} turns"]
+            details = [f"{self.turns} turn{'s' * (self.turns != 1)}"]
             if self.interval_low is not None and self.interval_high is not None:
                 details.insert(0, f"{self.interval_low:.2f} to {self.interval_high:.2f},")
             if self.plain_tokens_per_second is not None:

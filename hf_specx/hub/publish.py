@@ -35,8 +35,8 @@ from .cards import render
 from .facts import draft_tokenizer_facts, model_facts, tokenizer_facts
 from .fetch import SMALL_FILES, fingerprint, get_pair, get_settings, get_tokenizer
 from .folders import INSIDE, PAIR_CARD_MARKER, REFERENCE, check_folder, check_repository, without_folders
-from .load_model import HEAD_NAME, FoundModel, find_model
 from .pair_config import SLOWER, ModelSource, PairConfig, WeightlessDraft
+from .pair_models import HEAD_NAME, FoundModel, find_model
 from .publish_code import (
     CARD,
     CODE_FOLDER,

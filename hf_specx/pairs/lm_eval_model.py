@@ -22,7 +22,7 @@ from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.fetch import find_draft_files, get_files, get_pair, get_tokenizer
 from hf_specx.hub.find_draft import draft_of_pair
 from hf_specx.hub.known_pairs import folder_of
-from hf_specx.hub.load_model import find_model
+from hf_specx.hub.pair_models import find_model
 
 
 NAME = "hf-specx"

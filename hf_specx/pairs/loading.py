@@ -24,8 +24,8 @@ from hf_specx.hub.fetch import (
 )
 from hf_specx.hub.find_draft import warn_of_another_target
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
-from hf_specx.hub.load_model import FoundModel, find_model
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
+from hf_specx.hub.pair_models import FoundModel, find_model
 
 from .generate import STRATEGY_OPTIONS
 from .placement import CACHE_TOKENS, plan

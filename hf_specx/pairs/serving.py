@@ -102,8 +102,8 @@ class QueueManager(GenerateManager):
 
         def deliver(piece: Piece | Exception) -> None:
             error = _error_of(piece)
-            if error or isinstance(piece, Exception):
-                loop.call_soon_threadsafe(text_queue.put_nowait, _StreamError(error))
+            if isinstance(piece, Exception) or error is not None:
+                loop.call_soon_threadsafe(text_queue.put_nowait, _StreamError(error or str(piece)))
                 return
             streamer.put(torch.tensor(piece.tokens, dtype=torch.int64, device="cpu"))
             if piece.finished:
@@ -150,7 +150,7 @@ class QueueManager(GenerateManager):
             completion = await future
         finally:
             client_left.set()
-        require(completion.tokens is not None, _error_of(Piece(completion.index, [], completion)))
+        require(completion.tokens is not None, str(completion.error))
         tokens = torch.tensor(completion.tokens, dtype=torch.int64, device="cpu")
         return processor.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[-1], tokens
 
@@ -277,11 +277,11 @@ def _is_single_text(model: Any, inputs: Any, config: Any) -> bool:
     return set(inputs) <= TEXT_INPUTS and len(inputs["input_ids"]) == 1 and not has_beams
 
 
-def _error_of(piece: Piece | Exception) -> str:
-    """What went wrong, as far as it is known; empty if nothing did."""
+def _error_of(piece: Piece | Exception) -> str | None:
+    """Why a request was refused or failed; None if it was not."""
     if isinstance(piece, Exception):
         return str(piece)
-    return piece.finished.error or "" if piece.finished is not None else ""
+    return None if piece.finished is None else piece.finished.error
 
 
 class PairState(GenerationState):

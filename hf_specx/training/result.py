@@ -76,7 +76,8 @@ class Distilled:
             batches: their sizes.
             command: what the card says that the figures were made by.
             progress: called after each generation, as that of `distill`.
-            seconds: of timed runs at each batch size, at most, for as long as it is not clear which way is faster.
+            seconds: of timed runs at each batch size, after which no further turn begins; fewer where it is clear
+                before.
 
         Raises:
             ValueError: for sizes below 1, or one given twice.

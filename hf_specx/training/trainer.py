@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,17 +31,19 @@ from .texts import Phases, seed_of
 
 ALPHA = "eval_alpha"
 WARM_UP_SHARE = 0.05  # of all steps
+NEXT_LINE_AFTER = 10.0  # seconds between lines of progress, where there is no terminal
 ProgressCallback = Callable[
     [str, int, int], object
 ]  # an activity, how much of it is done, and of how much (0: a message)
 
 
 class Bar(tqdm):
-    """A progress bar on stderr, if that is a terminal, and a line for each message."""
+    """A progress bar on stderr, where that is no terminal a line now and then, and a line for each message."""
 
     def __init__(self) -> None:
-        super().__init__(leave=False, delay=1e-3, disable=None)
+        super().__init__(leave=False, delay=1e-3, disable=None)  # None: where there is no terminal
         self.activity = ""
+        self.next_line = time.monotonic() + NEXT_LINE_AFTER
 
     def __call__(self, activity: str, done: int, total: int) -> None:
         """Show how far an activity is; if `total` is 0, print a message."""
@@ -52,6 +55,9 @@ class Bar(tqdm):
             self.set_description(activity, refresh=False)
             self.reset(total)
         self.update(done - self.n)
+        if self.disable and time.monotonic() >= self.next_line:
+            self.write(f"{activity}: {done} of {total}", file=sys.stderr)
+            self.next_line = time.monotonic() + NEXT_LINE_AFTER
 
 
 def training_arguments(learner: Learner, folder: Path, phases: int) -> TrainingArguments:

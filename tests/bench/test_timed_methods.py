@@ -50,6 +50,11 @@ def test_all_give_plain_greedy_text(name):
     assert (method.report is not None) == (parse_method(name).kind in OUR_KINDS)
 
 
+def test_assisted_says_of_which_draft_transformers_takes_the_tokenizer_for_another():
+    with pytest.raises(ValueError, match="scores 72 tokens and the target 64"):
+        TimedMethod("assisted", tiny(vocab_size=64), tiny(vocab_size=72))(INPUTS, OPTIONS)
+
+
 def test_assisted_drafts_as_many_as_it_is_told_and_the_draft_is_left_as_it_was(monkeypatch):
     """Whatever happens."""
     target, draft = pair()

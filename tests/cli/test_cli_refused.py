@@ -66,6 +66,7 @@ OF_MODELS = {
     "generate --demo --pair PAIR": "--prompts",
     "bench UNREAD": "tokenizer",
     "generate a --target MODEL --draft PAIR": "/draft",
+    "generate a --target MODEL --draft embedded": "is a pair, and no draft",
     "check MODEL": "--draft",
     "bench PAIR --draft org/ngram": "Hub",
 }

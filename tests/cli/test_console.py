@@ -22,6 +22,7 @@ def ended_by(error: Exception, capsys: pytest.CaptureFixture[str]) -> tuple[int,
 def test_errors_and_warnings_are_lines(capsys):
     with console.errors_in_one_line():
         warnings.warn("leave\ntop_k out", stacklevel=1)
+        warnings.warn("who wrote this code must change it", FutureWarning, stacklevel=1)
     assert capsys.readouterr().err == "warning: leave top_k out\n"
     assert ended_by(ValueError("leave it\nout"), capsys) == (2, "error: leave it out\n")
 

@@ -310,7 +310,7 @@ def test_sizes_of_models():
         weights = sum(weight.numel() for name, weight in model.model.named_parameters() if "embed" not in name)
         assert size_of(model) == ForwardSize(2, 4 * (weights + model.lm_head.weight.numel()))
     assert size_of(model.to("meta")) is None
-    assert size_of(zoo.build("seq2seq", "t5")).layers == 2
+    assert size_of(zoo.build("seq2seq", "t5")).num_layers == 2
     assert EarlyExitDraft(2).bind(tiny(num_hidden_layers=5)).size() == size_of(tiny(num_hidden_layers=2))
     size = size_of(zoo.build("causal", "mixtral"))
     assert size.expert_bytes > size.dense_bytes

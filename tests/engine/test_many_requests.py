@@ -82,7 +82,8 @@ def test_prompts_may_be_chats():
     chat = [{"role": "user", "content": "a dog"}]
     template_options = {"think": True, "tools": [{"name": "on"}]}
     asked = [chat, Request(messages=chat, chat_template_kwargs=template_options, max_new_tokens=5)]
-    asked += [tokenizer("a dog the caton").input_ids, Request(messages=[{"content": {}}]), Request(messages="a dog")]
+    asked += [tokenizer("a dog the caton").input_ids, Request(messages=[{"role": "user", "content": {}}])]
+    asked += [Request(messages="a dog")]
     asked += [Request([1], messages=chat), Request([1], chat_template_kwargs={"think": True})]
     asked.append(Request(messages=chat, chat_template_kwargs={"tokenize": True}))
     strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2, tokenizer=tokenizer)

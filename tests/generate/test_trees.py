@@ -181,7 +181,7 @@ def test_rows_of_a_queue(do_sample: bool, draft: str):
 
 
 @pytest.mark.filterwarnings("ignore:compile=True compiles")
-@pytest.mark.parametrize(("do_sample", "model_type", "rows"), each_value([False, True], ["llama", "smollm3"], [1, 3]))
+@pytest.mark.parametrize(("do_sample", "model_type", "rows"), each_value([False, True], ["smollm3", "llama"], [1, 3]))
 def test_compiled_forwards(request: pytest.FixtureRequest, do_sample: bool, model_type: str, rows: int):
     request.getfixturevalue("traced" if model_type == "llama" else "untraced")
     target = tiny(model_type, **{} if model_type == "smollm3" else {"num_hidden_layers": 1}).double()

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specx import DraftHead, DraftTargetPair, EarlyExitDraft, SuffixDraft, SuffixPool, generate
 from hf_specx.common.drafts import PAIR_CONFIG_NAME
-from hf_specx.hub.load_model import HEAD_NAME
 from hf_specx.hub.pair_config import PairConfig
+from hf_specx.hub.pair_models import HEAD_NAME
 from hf_specx.hub.publish import save
 from hf_specx.hub.vllm import vllm
 from hf_specx.pairs.fingerprint import arguments_of

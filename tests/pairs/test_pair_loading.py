@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_specx import DraftTargetPair
 from hf_specx.common.devices import execution_device, last_device
 from hf_specx.common.drafts import PAIR_CONFIG_NAME
-from hf_specx.hub import load_model as hub_loading
+from hf_specx.hub import pair_models
 from hf_specx.pairs import loading as pair_loading
 from hf_specx.pairs.placement import Placement
 
@@ -78,13 +78,13 @@ def test_arguments_for_a_model_that_is_given_are_refused(role: str, options: dic
 
 def test_whose_an_argument_is(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """One for quantization is the target's alone; others are both models', but what is given for the draft."""
-    seen, load = [], hub_loading.load_model
+    seen, load = [], pair_models.load_model
 
     def note(files, *trust_and_target, **kwargs):
         seen.append((files.subfolder, kwargs.pop("quantization_config", None), kwargs.get("attn_implementation")))
         return load(files, *trust_and_target, **kwargs)
 
-    monkeypatch.setattr(hub_loading, "load_model", note)
+    monkeypatch.setattr(pair_models, "load_model", note)
     monkeypatch.setattr(pair_loading, "plan", lambda *args: Placement({}))
     DraftTargetPair.from_pretrained(
         folder, quantization_config="of the target", attn_implementation="eager", draft_kwargs={"dtype": torch.float64}

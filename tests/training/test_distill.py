@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from hf_specx import DraftTargetPair, distill
 from hf_specx.common.drafts import NEW_HEADS
 from hf_specx.hub.cards import render
 from hf_specx.hub.publish import save
+from hf_specx.training import trainer
 from hf_specx.training.draft import ModelDraft
 from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.trainer import training_arguments
@@ -239,3 +241,12 @@ def test_an_offloaded_target():
     assert result.alphas == pytest.approx(plain.alphas, abs=1e-4)
     with pytest.raises(ValueError, match="offloaded"):
         trained(target=target, draft="layers:1")
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(capsys, monkeypatch):
+    with closing(trainer.Bar()) as bar:
+        bar("writing", 1, 3)  # too early for one
+        monkeypatch.setattr(bar, "next_line", 0.0)
+        for number in (2, 3):
+            bar("writing", number, 3)
+    assert capsys.readouterr().err == "writing: 2 of 3\n"
