@@ -18,30 +18,30 @@ class Recorder:
         self.tokenizer, self.last_token = tokenizer, last_token
         self.rounds: list[dict[str, Any]] = []
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Record one round of one row."""
-        accepted = done.accepted[0]
-        first = done.batch.width + done.emitted_before[0]
-        emitted = done.batch.ids[done.rows[0], first : first + done.emitted[0]].tolist()
-        p = distribution(done.scores[0])[0]  # [P, V]
-        q = draft_distributions(done)
-        overlaps = done.overlap[0]
+        accepted = round_.accepted[0]
+        first = round_.batch.width + round_.emitted_before[0]
+        emitted = round_.batch.ids[round_.rows[0], first : first + round_.emitted[0]].tolist()
+        p = distribution(round_.scores[0])[0]  # [P, V]
+        q = draft_distributions(round_)
+        overlaps = round_.overlap[0]
         candidates = []
-        for position, candidate in enumerate(self._entries(shown_candidates(done, emitted), p, q)):
+        for position, candidate in enumerate(self._entries(shown_candidates(round_, emitted), p, q)):
             overlap = overlaps[position] if position < len(overlaps) else 0.0
             # a greedy candidate is no draw: it is kept if it is the target's own choice
             acceptance = overlap if candidate["q"] is None else min(1.0, candidate["p"] / candidate["q"])
             candidate |= {"overlap": overlap, "accepted": position < accepted, "acceptance": acceptance}
-            if done.tree is not None:
-                candidate["rank"] = done.accepted_ranks[0][position] if position < accepted else 0
+            if round_.tree is not None:
+                candidate["rank"] = round_.accepted_ranks[0][position] if position < accepted else 0
             candidates.append(candidate)
-        follower = "bonus" if done.is_bonus[0] else "recovered"
+        follower = "bonus" if round_.is_bonus[0] else "recovered"
         tokens = [
             entry | {"origin": "accepted" if position < accepted else follower}
             for position, entry in enumerate(self._entries(emitted, p, q))
         ]
         self.last_token = emitted[-1:] or self.last_token
-        rejected = None if done.is_bonus[0] else accepted
+        rejected = None if round_.is_bonus[0] else accepted
         self.rounds.append({"candidates": candidates, "rejected": rejected, "tokens": tokens})
 
     def _entries(self, tokens: list[int], p: torch.Tensor, q: torch.Tensor | None) -> list[dict[str, Any]]:
@@ -58,24 +58,24 @@ class Recorder:
         return entries
 
 
-def shown_candidates(done: Round, emitted: list[int]) -> list[int]:
+def shown_candidates(round_: Round, emitted: list[int]) -> list[int]:
     """The candidates of a round of one row, also those behind a rejected one. Of a tree those on the accepted branch,
     and the first choice behind it if that was judged and rejected."""
-    chain: list[int] = done.draft.tokens[0, : done.draft.lengths[0]].tolist()
-    accepted = done.accepted[0]
-    if done.tree is None:
+    chain: list[int] = round_.draft.tokens[0, : round_.draft.lengths[0]].tolist()
+    accepted = round_.accepted[0]
+    if round_.tree is None:
         return chain
-    stayed_on_chain = done.accepted_in_chain[0] == accepted
+    stayed_on_chain = round_.accepted_in_chain[0] == accepted
     return emitted[:accepted] + (chain[accepted : accepted + 1] if stayed_on_chain else [])
 
 
-def draft_distributions(done: Round) -> torch.Tensor | None:
+def draft_distributions(round_: Round) -> torch.Tensor | None:
     """The distributions q [up to D, V] at the positions of a round of one row; of a tree as far as its chain of first
     choices was followed. None of a draft without any."""
-    if done.draft.probs is None:
+    if round_.draft.probs is None:
         return None
-    q = done.draft.probs[0]
-    return q if done.tree is None else q[: done.accepted_in_chain[0] + 1]
+    q = round_.draft.probs[0]
+    return q if round_.tree is None else q[: round_.accepted_in_chain[0] + 1]
 
 
 def trace(

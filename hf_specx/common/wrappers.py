@@ -183,6 +183,6 @@ class NoModel:
                     " and is no model; give the model itself (of a pair its .target), and the strategy (of a pair its "
                     ".strategy) as custom_generate=, as in pipeline(task, model=model)(text, custom_generate=strategy)"
                 )
-            if name == "update":  # of a generation config, the second argument of `generate`
+            if name in ("max_length", "update"):  # of a generation config, the second argument of `generate`
                 message += " and is no GenerationConfig; give a strategy by its name, as custom_generate=strategy"
             raise AttributeError(message)

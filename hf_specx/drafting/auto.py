@@ -115,18 +115,18 @@ class AutoDraftLength(DraftLengthSchedule):
     def wanted_length(self, batch: Batch, row: int) -> int:
         return FIXED_DRAFT_TOKENS if batch.row_states[row].independent_lengths else self.num_draft_tokens
 
-    def observe(self, done: Round) -> None:
-        super().observe(done)
-        self.num_rows = len(done.rows) if done.keep_indices is None else len(done.keep_indices)
-        if not any(done.emitted_before):
+    def observe(self, round_: Round) -> None:
+        super().observe(round_)
+        self.num_rows = len(round_.rows) if round_.keep_indices is None else len(round_.keep_indices)
+        if not any(round_.emitted_before):
             return  # the first step, with the prompts
-        if done.draft.steps:
+        if round_.draft.steps:
             self.num_unread = 0
         else:
-            self.num_unread += max(done.num_new_tokens)
+            self.num_unread += max(round_.num_new_tokens)
             self.trial_budget += TRIAL_SHARE
         self.trial_rounds_left = max(0, self.trial_rounds_left - 1)
-        acceptance = _acceptance_of_draft(done)
+        acceptance = _acceptance_of_draft(round_)
         if acceptance:
             self.estimate.update(acceptance)
         self._prepare_round()
@@ -186,15 +186,15 @@ class AutoDraftLength(DraftLengthSchedule):
         self.costs.trial_budget = self.trial_budget
 
 
-def _acceptance_of_draft(done: Round) -> list[list[float]]:
+def _acceptance_of_draft(round_: Round) -> list[list[float]]:
     """`Round.draft_acceptance` of the rows that tell how good the draft is, [R'].
 
     Others have no candidates, have candidates from elsewhere, took their first step, or were finished before.
     """
-    model_free = done.draft.model_free or [False] * len(done.rows)
+    model_free = round_.draft.model_free or [False] * len(round_.rows)
     acceptance = []
-    for index, of_row in enumerate(done.draft_acceptance):
-        goes_on = done.emitted_before[index] and done.num_new_tokens[index]
+    for index, of_row in enumerate(round_.draft_acceptance):
+        goes_on = round_.emitted_before[index] and round_.num_new_tokens[index]
         if of_row and goes_on and not model_free[index]:
             acceptance.append(of_row)
     return acceptance

@@ -273,7 +273,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         if self.has_prefilled and batch.width > self.runner.width:
             self._ready(batch)
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Note how much of the cache is the text by now; the next step rolls back the rest, and feeds what is missing.
 
         A row whose candidates came from elsewhere was fed others than were judged. One that left the chain of first
@@ -281,14 +281,14 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         """
         if self.runner is None or not self.has_prefilled:
             return
-        model_free = done.draft.model_free or [False] * len(done.rows)
-        rows = zip(done.rows, done.emitted_before, done.accepted_in_chain, model_free, strict=True)
+        model_free = round_.draft.model_free or [False] * len(round_.rows)
+        rows = zip(round_.rows, round_.emitted_before, round_.accepted_in_chain, model_free, strict=True)
         for row, emitted_before, num_first, is_free in rows:
             num_fed = emitted_before if is_free else emitted_before + num_first
-            self.runner.limit_computed_tokens(row, min(num_fed, done.batch.counts[row] - 1))
-        if done.keep_indices is not None:
-            self.runner.gather_rows(done.keep_indices)
-            self.runner.forget_prompts([row for row in done.rows if row not in done.batch.rows])
+            self.runner.limit_computed_tokens(row, min(num_fed, round_.batch.counts[row] - 1))
+        if round_.keep_indices is not None:
+            self.runner.gather_rows(round_.keep_indices)
+            self.runner.forget_prompts([row for row in round_.rows if row not in round_.batch.rows])
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return lambda count: self._ready(batch).dummy_run(batch, count)
@@ -403,14 +403,14 @@ class GeneratorDrafter(Drafter):
         )
         return Draft(tokens, num_candidates, None, name)
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Tell the generator of each row what was kept, as transformers does after each of its rounds."""
-        of_rows = zip(done.rows, self.lengths, self.candidates, done.tokens, done.num_new_tokens, strict=True)
+        of_rows = zip(round_.rows, self.lengths, self.candidates, round_.tokens, round_.num_new_tokens, strict=True)
         for index, (row, length, candidates, tokens, num_new_tokens) in enumerate(of_rows):
             if not length or not tokens:
                 continue
             # after a cut at a stop the last token counts as the one that follows what was kept
             emitted = tokens if len(tokens) == num_new_tokens else tokens[:-1]
             num_matches = shared_prefix_length(candidates, emitted)
-            scores = done.scores[index : index + 1, : len(candidates) + 1]
-            self.generator.update_candidate_strategy(done.batch.row(row)[None], scores, num_matches)
+            scores = round_.scores[index : index + 1, : len(candidates) + 1]
+            self.generator.update_candidate_strategy(round_.batch.row(row)[None], scores, num_matches)

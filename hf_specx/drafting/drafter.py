@@ -150,7 +150,7 @@ class Drafter(Protocol):
         """New prompts have the places of these rows: `batch.row(row)`."""
         return
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Learn what was kept of the draft in a round, and which rows go on."""
         return
 

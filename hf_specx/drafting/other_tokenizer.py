@@ -122,6 +122,9 @@ class OtherTokenizerRunner:
         staying = set(keep_indices.tolist())
         self.draft_batch.drop_rows([row for index, row in enumerate(self.draft_batch.rows) if index not in staying])
 
+    def forget_prompts(self, rows: list[int]) -> None:
+        self.runner.forget_prompts(rows)
+
     def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
         self.draft_batch.add_rows(batch.rows)
         more = len(self.draft_batch.counts) - len(self.translations)

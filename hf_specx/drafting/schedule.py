@@ -116,15 +116,15 @@ class DraftLengthSchedule:
         """How many candidates a row should have; it may have room for fewer."""
         return self.num_draft_tokens
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Time a round in which every candidate took a step of the draft, or none did."""
-        if self.round_timer is None or not any(done.emitted_before):
+        if self.round_timer is None or not any(round_.emitted_before):
             return  # the first step, with the prompts, took another time
-        draft = done.draft
-        if done.num_candidates != draft.lengths:
-            self.round_timer.observe_tree(len(done.rows), draft.steps, max(done.num_candidates))
+        draft = round_.draft
+        if round_.num_candidates != draft.lengths:
+            self.round_timer.observe_tree(len(round_.rows), draft.steps, max(round_.num_candidates))
         elif draft.model_free is None and draft.steps == max(draft.lengths):
-            self.round_timer.observe(len(done.rows), draft.steps)
+            self.round_timer.observe(len(round_.rows), draft.steps)
         else:
             self.round_timer.skip()
 

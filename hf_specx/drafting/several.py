@@ -144,16 +144,16 @@ class SeveralDrafts(Drafter):
                 for row in rows:
                     estimates[row] = AcceptanceEstimate(self.prior)
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Learn from the candidates that were taken from each part."""
         for part in set(self.chosen):
-            acceptance = done.unforced_acceptance
+            acceptance = round_.unforced_acceptance
             indices = [index for index, chosen in enumerate(self.chosen) if chosen == part and acceptance[index]]
             for group in self._groups(indices):
-                estimate = self.estimates[part][done.rows[group[0]]]
+                estimate = self.estimates[part][round_.rows[group[0]]]
                 estimate.update([acceptance[index] for index in group])
         for drafter in self.parts:
-            drafter.observe(done)
+            drafter.observe(round_)
 
     def misread_reason(self, batch: Batch) -> str:
         return " ".join(filter(None, (part.misread_reason(batch) for part in self.parts)))

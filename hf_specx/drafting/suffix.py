@@ -282,14 +282,14 @@ class SuffixDraft(Drafter):
                 self.row_acceptance[row] = MatchAcceptance()
         self._index(batch, rows)
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Index what each row has emitted; its match is compared with that, whether or not it was judged."""
-        for row, tokens in zip(done.rows, done.tokens, strict=True):
+        for row, tokens in zip(round_.rows, round_.tokens, strict=True):
             match = self.matches.pop(row, NO_MATCH)
             if match.length:
                 self.row_acceptance[row].update(match.length, *match.followed_by(tokens))
             self.indices[row].extend(self.text_numbers[row], tokens)
-        if done.finished:
+        if round_.finished:
             self._add_to_pool(range(len(self.text_numbers)))
 
     def _add_to_pool(self, rows: Iterable[int]) -> None:

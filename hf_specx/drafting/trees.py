@@ -75,13 +75,13 @@ class RankEstimate:
     def __init__(self) -> None:
         self.hits, self.tries = [0.0] * MAX_RANKS, [0.0] * MAX_RANKS
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Count the nodes on the branches that were taken; of a chain these are those of first choice."""
         hits, tries = [0] * MAX_RANKS, [0] * MAX_RANKS
-        for index, (ranks, length) in enumerate(zip(done.accepted_ranks, done.draft.lengths, strict=True)):
-            path_nodes = [0, *(candidate + 1 for candidate in done.accepted_candidates[index])]
+        for index, (ranks, length) in enumerate(zip(round_.accepted_ranks, round_.draft.lengths, strict=True)):
+            path_nodes = [0, *(candidate + 1 for candidate in round_.accepted_candidates[index])]
             for depth, node in enumerate(path_nodes):
-                children = int(depth < length) if done.tree is None else done.tree.rows[index].node_children[node]
+                children = int(depth < length) if round_.tree is None else round_.tree.rows[index].node_children[node]
                 rank = ranks[depth] if depth < len(ranks) else MAX_RANKS  # that of none of them
                 num_tried = min(children, 1 if rank == 0 else MAX_RANKS)
                 for tried in range(num_tried):
@@ -169,9 +169,9 @@ class TreeShapes:
                     best, best_rate = (depth, number), tokens[number] / seconds[number]
         return best
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Learn which ranks the target has chosen."""
-        self.ranks.observe(done)
+        self.ranks.observe(round_)
         self.num_rounds += 1
         if self.num_rounds % ROUNDS_OF_A_SHAPE == 0:
             self.chances = self.ranks.chances

@@ -99,13 +99,13 @@ def test_a_draft_is_loaded_once_and_goes_with_its_target(
     model = AutoModelForCausalLM.from_pretrained(folder)
     for _ in range(2):
         hf_specx.generate(**prompts(2), max_new_tokens=3, model=model)
-    (loaded,) = resolve.LOADED[model].values()
+    (loaded,) = resolve.DRAFTS_OF_PAIRS[model].values()
     draft = weakref.ref(loaded[0])
     assert len(loads) == 1
     del model, loaded
     gc.collect()
     assert draft() is None
-    assert not any(str(folder) in source for loaded in resolve.LOADED.values() for source, _ in loaded)
+    assert not any(str(folder) in source for loaded in resolve.DRAFTS_OF_PAIRS.values() for source, _ in loaded)
 
 
 def test_a_target_that_is_not_the_one_that_was_measured(target: PreTrainedModel, tmp_path: Path):

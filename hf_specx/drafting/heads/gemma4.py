@@ -139,13 +139,13 @@ class AssistantDrafter(TreeDrafter):
         limits = [length if batch.counts[row] else 0 for row, length in zip(batch.rows, lengths, strict=True)]
         return super().propose(batch, limits) if any(limits) else no_candidates(batch)
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Note the states at the newest tokens that the target has read."""
-        states = done.forward.hidden
-        last = to_device_async([max(1, number) - 1 for number in done.emitted], states.device)[:, None, None]
+        states = round_.forward.hidden
+        last = to_device_async([max(1, number) - 1 for number in round_.emitted], states.device)[:, None, None]
         self.newest_states = states.gather(1, last.expand(-1, -1, states.shape[2]))
-        if done.keep_indices is not None:
-            self.newest_states = self.newest_states.index_select(0, done.keep_indices.to(states.device))
+        if round_.keep_indices is not None:
+            self.newest_states = self.newest_states.index_select(0, round_.keep_indices.to(states.device))
 
     def decode_step(self, batch: Batch, ahead: int, num_unfed: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; for the `num_unfed` ones before these there were none."""

@@ -198,25 +198,25 @@ class HeadDrafter(TreeDrafter):
         """[R], how many states of each row are pending, those of prompts left out."""
         return [self.num_prompt_states[row] + batch.counts[row] - self.num_computed_tokens[row] for row in batch.rows]
 
-    def observe(self, done: Round) -> None:
+    def observe(self, round_: Round) -> None:
         """Add the states of what was kept, one for each emitted token, and drop rows that have left."""
-        self.misread_watch.observe(done, self.source)
-        batch = done.batch
-        states = done.forward.hidden[:, : max(done.emitted)]
-        computed = [self.num_computed_tokens[row] - self.num_prompt_states[row] for row in done.rows]
-        starts = [before - number for before, number in zip(done.emitted_before, computed, strict=True)]
+        self.misread_watch.observe(round_, self.source)
+        batch = round_.batch
+        states = round_.forward.hidden[:, : max(round_.emitted)]
+        computed = [self.num_computed_tokens[row] - self.num_prompt_states[row] for row in round_.rows]
+        starts = [before - number for before, number in zip(round_.emitted_before, computed, strict=True)]
         if self.pending_states is not None and any(starts):
             columns = torch.arange(states.shape[1], device=states.device)
             index = to_device_async(starts, states.device)[:, None] + columns
             padded = nn.functional.pad(self.pending_states, (0, 0, 0, states.shape[1]))
             states = padded.scatter(1, index[..., None].expand(-1, -1, states.shape[2]), states)
         self.pending_states = states
-        if done.keep_indices is not None:
+        if round_.keep_indices is not None:
             waiting = [row for row in batch.rows if row in self.pending_prompts]
             self.pending_prompts = {row: self.pending_prompts[row] for row in waiting}
-            self.pending_states = states.index_select(0, done.keep_indices.to(states.device))
-            self.runner.gather_rows(done.keep_indices)
-        if self.pending_states.shape[1] > MAX_PENDING and not done.finished:
+            self.pending_states = states.index_select(0, round_.keep_indices.to(states.device))
+            self.runner.gather_rows(round_.keep_indices)
+        if self.pending_states.shape[1] > MAX_PENDING and not round_.finished:
             self._append_pending_states(batch)
 
     def decode_step(self, batch: Batch, ahead: int, num_unfed: int = 0) -> torch.Tensor:

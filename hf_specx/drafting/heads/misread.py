@@ -41,44 +41,44 @@ class MisreadWatch:
         self.last_first: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.rows_of_last: dict[int, int] = {}
 
-    def observe(self, done: Round, source: str) -> None:
+    def observe(self, round_: Round, source: str) -> None:
         """Count a round, as far as the candidates are of this source."""
-        drafts = zip(done.draft.lengths, done.draft.sources, strict=True)
+        drafts = zip(round_.draft.lengths, round_.draft.sources, strict=True)
         lengths = [length if drafted_by == source else 0 for length, drafted_by in drafts]
-        accepted = [number for number, length in zip(done.accepted_in_chain, lengths, strict=True) if length]
+        accepted = [number for number, length in zip(round_.accepted_in_chain, lengths, strict=True) if length]
         self.first_drafted += len(accepted)
         self.first_accepted += sum(number > 0 for number in accepted)
         is_poor = accepted and self.first_accepted <= SHIFT_UP_TO * self.first_drafted
         if self.config.kind in BLOCK_KINDS and is_poor and self.num_compared < COMPARED_ROUNDS:
             self.num_compared += 1
-            self._compare(done, lengths)
+            self._compare(round_, lengths)
         else:
             self.rows_of_last = {}
 
-    def _compare(self, done: Round, lengths: list[int]) -> None:
+    def _compare(self, round_: Round, lengths: list[int]) -> None:
         """Note how much better candidates fit the place behind the text than the first one does."""
-        tokens, probs = done.draft.tokens, done.draft.probs
-        target = None if probs is None else done.scores[:, 0].softmax(-1)
-        emitted = to_device_async([of_row[0] if of_row else -1 for of_row in done.tokens], tokens.device)
+        tokens, probs = round_.draft.tokens, round_.draft.probs
+        target = None if probs is None else round_.scores[:, 0].softmax(-1)
+        emitted = to_device_async([of_row[0] if of_row else -1 for of_row in round_.tokens], tokens.device)
         first = tokens[:, 0], None if probs is None else probs[:, 0]
         fit = fits(*first, target, emitted)
-        with_second = [index for index, length in enumerate(lengths) if length > 1 and done.tokens[index]]
+        with_second = [index for index, length in enumerate(lengths) if length > 1 and round_.tokens[index]]
         if with_second:
             second = tokens[:, 1], None if probs is None else probs[:, 1]
             self._note(-1, fits(*second, target, emitted) - fit, with_second)
         with_last = [
             index
-            for index, row in enumerate(done.rows)
-            if lengths[index] and done.tokens[index] and row in self.rows_of_last
+            for index, row in enumerate(round_.rows)
+            if lengths[index] and round_.tokens[index] and row in self.rows_of_last
         ]
         if with_last and self.last_first is not None:
-            sources = to_device_async([self.rows_of_last.get(row, 0) for row in done.rows], tokens.device)
+            sources = to_device_async([self.rows_of_last.get(row, 0) for row in round_.rows], tokens.device)
             last_tokens, last_probs = self.last_first
             last_probs = None if last_probs is None or probs is None else last_probs.index_select(0, sources)
             self._note(1, fits(last_tokens.index_select(0, sources), last_probs, target, emitted) - fit, with_last)
         self.last_first = first
         self.rows_of_last = {
-            row: index for index, row in enumerate(done.rows) if lengths[index] and done.emitted[index] == 1
+            row: index for index, row in enumerate(round_.rows) if lengths[index] and round_.emitted[index] == 1
         }
 
     def _note(self, shift: int, gain: torch.Tensor, indices: list[int]) -> None:
