@@ -50,7 +50,9 @@ class ForcedRun:
         self.forced_tokens: list[int | None] = []
         self.lengths = [0] * len(batch.rows)
         self.flags = [list[bool]() for _ in batch.rows]
-        self.max_lengths = [min(batch.remaining_tokens(row) - 1, processors.max_rollback) for row in batch.rows]
+        self.max_lengths = [
+            min(batch.remaining_tokens(row) - 1, processors.max_rollback_of(row)) for row in batch.rows
+        ]
 
     def next_position(self, wanted: list[bool], proposed: list[int] | None = None) -> list[bool]:
         """Find the forced tokens at the next position; returns which rows take the draft's candidate there, [R].

@@ -76,7 +76,7 @@ class DraftLengthSchedule:
         round_timer: a `RoundTimer`, which is told when rounds end; None where no times are kept.
         equal_lengths: whether all rows and ranks must draft equally many. Else a row that is nearly done drafts no
             more than it can emit together with the token that follows.
-        processors: their `max_rollback` limits the candidates of a row.
+        processors: their `max_rollback_of` a row limits its candidates.
         agree: returns the first rank's number on each rank, which asks it in each round; None where all ranks have the
             same by themselves.
     """
@@ -107,10 +107,10 @@ class DraftLengthSchedule:
         # as in a batch of one, whose first round has no candidates; others have some as soon as they have a place
         if not batch.counts[row] and (row_state.independent_lengths or not row_state.is_refill):
             return 0
-        length = min(self.wanted_length(batch, row), self.processors.max_rollback)
+        wanted = self.wanted_length(batch, row)
         if self.equal_lengths:
-            return length
-        return min(length, max(0, batch.remaining_tokens(row) - 1))
+            return min(wanted, self.processors.max_rollback)
+        return min(wanted, self.processors.max_rollback_of(row), max(0, batch.remaining_tokens(row) - 1))
 
     def wanted_length(self, batch: Batch, row: int) -> int:
         """How many candidates a row should have; it may have room for fewer."""

@@ -124,7 +124,7 @@ class SeveralDrafts(Drafter):
             limits = []
             for row in batch.rows:
                 room = max(0, batch.remaining_tokens(row) - 1) if batch.counts[row] else 0
-                limits.append(min(room, self.processors.max_rollback))
+                limits.append(min(room, self.processors.max_rollback_of(row)))
         drafts = [part.propose(batch, limits) for part in self.others]
         round_timer = None if self.independent_rows else self.round_timer
         return [apply_masks(draft, self.processors, batch, round_timer, self.adds_forced_tokens) for draft in drafts]

@@ -202,6 +202,9 @@ class RequestProcessors(Processors):
         """The least of all rows."""
         return min(self.limit[0], *(processors.max_rollback for processors in self.of_rows))
 
+    def max_rollback_of(self, row: int) -> int:
+        return min(self.limit[0], self.batch.row_states[row].processors.max_rollback)
+
     @property
     def limited_by(self) -> str:  # type: ignore[override]
         """What has the least `max_rollback`, as in `Processors`."""

@@ -134,6 +134,10 @@ class Processors:
                 if processor.prefix_errors is not None:
                     self.prefix_errors.maps.append(processor.prefix_errors)
 
+    def max_rollback_of(self, row: int) -> int:
+        """How many candidates of a row can be taken back, by its number."""
+        return self.max_rollback
+
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         """The processed scores [R, P, V], float32, of logits [R, P, V] at P consecutive positions.
 

@@ -4,8 +4,10 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 import zoo
 from all_pairs import each_value
+from automaton import Automaton
 from counting import counting
 from criteria import Counting, Raising
 from grammar_cases import installed, make, pair
@@ -14,6 +16,7 @@ from plain import coupled
 from tiny import near, tiny
 
 from hf_specx import Request, SpeculativeDecoding, SuffixDraft
+from hf_specx.sampling.rewindable import PerCallProcessor
 
 
 LAYOUTS = {
@@ -105,6 +108,34 @@ def test_grammars_share_a_batch(library: str, of_call: bool, mode: str):
     assert [completions[index].tokens for index in range(6)] == expected
     assert "one by one" not in strategy.report.layout_reason
     assert strategy.report.accepted > 0
+
+
+class TakesBackOne(PerCallProcessor):
+    """An automaton of which only the last token can be taken back."""
+
+    def for_call(self, input_ids: torch.Tensor, vocab_size: int) -> Automaton:
+        return Automaton(vocab_size, input_ids.shape[1], max_rollback=1)
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_what_can_be_taken_back_limits_its_own_row_alone(verification: str):
+    """Else requests beside it would have other numbers of candidates, and with them other texts."""
+    target = tiny()
+    strategies: list[SpeculativeDecoding] = []
+
+    def strategy() -> SpeculativeDecoding:
+        strategies.append(SpeculativeDecoding(near(target, 0.3), num_draft_tokens=4, verification=verification))
+        return strategies[-1]
+
+    def asked() -> list[Request]:
+        return [
+            replace(one, logits_processor=None if number % 3 else [TakesBackOne()])
+            for number, one in enumerate(requests(6))
+        ]
+
+    together = strategy()
+    assert_alone(together, target, asked, by=strategy, batch_size=6, **SAMPLED)
+    assert together.report.drafted == sum(one.report.drafted for one in strategies[1:]) > 0
 
 
 @pytest.mark.parametrize("cases", [[None, "date", "words", None], ["date", None, None, "words"]], ids=["none", "date"])
