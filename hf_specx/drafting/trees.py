@@ -27,7 +27,7 @@ COMPILED_NODES = (7, 15, 31, 63)  # of which torch compiles few forwards
 MAX_RANKS = 16  # choices at one place
 PRIOR = (0.7, 0.14, 0.05, 0.025)  # chances of ranks before any were seen; those of later ones are halved each time
 PRIOR_NODES = 8.0  # nodes that count for the prior, always
-MIN_GAIN = 1.02  # a tree is taken if it promises so many times the chain's tokens a second
+MIN_GAIN = 1.05  # a tree is taken if it promises so many times the tokens a second of the chain
 ROUNDS_OF_A_SHAPE = 8  # before ranks and times are looked at again
 FORGET = 0.98  # factor on the weight of what was seen before, where more is tried
 
