@@ -437,7 +437,8 @@ def _check_together(call: Call) -> None:
     )
     require(isinstance(threshold, float | int) and 0 <= threshold <= 1, message)
     if call.seeds is not None:
-        check_seeds(call.seeds, len(ids), call.verification, call.layout.lockstep, call.queue is not None)
+        by_windows = call.prompt.model.config.model_type == "whisper"
+        check_seeds(call.seeds, len(ids), call.verification, call.layout.lockstep, call.queue is not None, by_windows)
     if call.fallback_reason:
         return
     why = why_no_noise(ids.device, call.verification)  # of a queue, and of seeds in lockstep

@@ -166,11 +166,18 @@ def as_list(seeds: Any) -> Any:
     return [seed.tolist() if hasattr(seed, "tolist") else seed for seed in seeds]
 
 
-def check_seeds(seeds: Any, rows: int, verification: str, lockstep: bool, of_requests: bool = False) -> None:
-    """Raise ValueError if `seeds`, of a call or of its requests, cannot make each row independent of the others."""
+def check_seeds(
+    seeds: Any, rows: int, verification: str, lockstep: bool, of_requests: bool = False, by_windows: bool = False
+) -> None:
+    """Raise ValueError if `seeds`, of a call or of its requests, cannot make each row independent of the others.
+
+    `by_windows` says that the call may be one of several, of which later ones have fewer rows.
+    """
     ints = isinstance(seeds, list) and all(map(is_int, seeds))
     require(ints, f"seeds={seeds!r} is not a list of ints; give one int a row.")
     message = f"there are {len(seeds)} seeds for {rows} rows (num_return_sequences included); give one a row."
+    if by_windows:
+        message += " If you did, Whisper goes on to another window with fewer rows: call generate for each sound."
     require(len(seeds) == rows, message)
     for seed in seeds:
         message = f"the seed {seed} is outside of what torch takes; give ints from 0 to 2**63 - 1."

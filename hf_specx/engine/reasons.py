@@ -68,6 +68,9 @@ RARE_PROCESSORS: dict[type[LogitsProcessor], str] = {
     logits_process.EncoderNoRepeatNGramLogitsProcessor: (
         "encoder_no_repeat_ngram_size= is applied to one token at a time; leave it out to have candidates"
     ),
+    logits_process.WhisperNoSpeechDetection: (
+        "no_speech_threshold= keeps what it finds at the beginning of a window; leave it out to have candidates"
+    ),
 }
 
 

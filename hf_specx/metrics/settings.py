@@ -34,7 +34,8 @@ def check_packages() -> None:
     missing = [name for name in PACKAGES if find_spec(name) is None]
     require(
         not missing,
-        f"a check needs {', '.join(missing)}: pip install {' '.join(missing)}, as the extra [quality] does.",
+        f"a check (of decoders only) needs {', '.join(missing)}: pip install {' '.join(missing)}, as the extra "
+        "[quality] does.",
     )
 
 

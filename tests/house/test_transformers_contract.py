@@ -26,9 +26,8 @@ GENERATE = """
 """
 OTHERS = {"PrefixConstrainedLogitsProcessor"}  # with a treatment of their own
 OF_ONE_MODEL = """
-    WhisperNoSpeechDetection ClassifierFreeGuidanceLogitsProcessor AlternatingCodebooksLogitsProcessor
-    BarkEosPrioritizerLogitsProcessor DiaClassifierFreeGuidanceLogitsProcessor DiaEOSChannelFilterLogitsProcessor
-    DiaEOSDelayPatternLogitsProcessor
+    ClassifierFreeGuidanceLogitsProcessor AlternatingCodebooksLogitsProcessor BarkEosPrioritizerLogitsProcessor
+    DiaClassifierFreeGuidanceLogitsProcessor DiaEOSChannelFilterLogitsProcessor DiaEOSDelayPatternLogitsProcessor
 """  # put there by generate methods of single models, with meanings of their own
 CRITERIA = {"MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria", "ConfidenceCriteria"}
 BUILT: dict[str, Any] = {"sequence_bias": {(3,): 1.0, (4, 5): 2.0}, "bad_words_ids": [[7], [8, 9]]}

@@ -146,6 +146,15 @@ def test_the_class_that_loads_the_target():
         card = render(full(target=ModelSource(auto_class=noted)), "org/pair", published=True)
         assert f'{auto_class}.from_pretrained("org/pair", dtype="auto")' in card
         assert ModelCard(card).data.pipeline_tag == task
+        assert ("do_sample=True" in "".join(blocks(card, "python"))) == (auto_class != speech)  # speech is transcribed
+
+
+def test_a_whisper_has_its_draft_by_one_name():
+    """Its `generate` would change the text if it saw `assistant_model`."""
+    cards = [
+        render(full(target=ModelSource(model_type=kind)), "org/pair", published=True) for kind in ("t5", "whisper")
+    ]
+    assert ["`assistant_model` is the same" in card for card in cards] == [True, False]
 
 
 SPEECH = "AutoModelForSpeechSeq2Seq"

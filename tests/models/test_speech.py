@@ -197,6 +197,12 @@ def test_windows_that_are_judged_by_their_scores(way: Form, folder: str):
     assert silent.shape[1] < tried.shape[1]
 
 
+def test_seeds_of_rows_that_go_on_to_another_window():
+    strategy = SpeculativeDecoding(drafts()["near"], **OPTIONS)
+    with pytest.raises(ValueError, match="4 seeds for . rows .* Whisper goes on to another window with fewer rows"):
+        target().generate(**long(**SAMPLED), seeds=[1, 2, 3, 4], custom_generate=strategy)
+
+
 def test_beams_that_only_a_pipeline_has_asked_for():
     """That of speech has 5, whatever the model's own settings say."""
     strategy = SpeculativeDecoding(drafts()["near"], **OPTIONS)
