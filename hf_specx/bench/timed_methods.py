@@ -128,6 +128,7 @@ class TimedMethod:
         if exit_layer is not None:
             return {"assistant_early_exit": exit_layer}
         if self.tokenizers is None:
+            assert self.draft is not None
             scored, of_target = vocabulary(self.draft), vocabulary(self.target)
             require(
                 scored == of_target,
