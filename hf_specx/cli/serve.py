@@ -90,6 +90,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 def build_app(pair: "DraftTargetPair", name: str, *, enable_cors: bool = False, **options: Any) -> "FastAPI":
     """transformers' app for one pair, which clients call by this name; options are of `QueueManager`."""
+    from fastapi import HTTPException
     from fastapi.responses import JSONResponse
     from transformers.cli.serving import chat_completion, completion, response, server, transcription
     from transformers.cli.serving.model_manager import ModelManager
@@ -140,7 +141,10 @@ def build_app(pair: "DraftTargetPair", name: str, *, enable_cors: bool = False, 
     app.state.generation_state = state
 
     @app.exception_handler(ValueError)
-    async def refuse(_: Any, error: ValueError) -> JSONResponse:
-        return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
+    @app.exception_handler(HTTPException)
+    async def refuse(_: Any, error: ValueError | HTTPException) -> JSONResponse:
+        """In the form of OpenAI's API, whose clients show no other reason."""
+        reason, status = (error.detail, error.status_code) if isinstance(error, HTTPException) else (str(error), 400)
+        return JSONResponse({"error": {"message": reason, "type": "invalid_request_error"}}, status_code=status)
 
     return app

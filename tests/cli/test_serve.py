@@ -71,6 +71,9 @@ def test_the_server_of_transformers_answers_by_the_pair(pair: DraftTargetPair):
         refused = client.post("/v1/chat/completions", json=wrong)
         assert refused.status_code == 400
         assert "response_format" in refused.json()["error"]["message"]
+        refused = client.post("/v1/completions", json={"model": "other", "prompt": "def"})
+        assert refused.status_code == 400
+        assert "embedded" in refused.json()["error"]["message"]  # transformers' own reason, in OpenAI's form
     app.state.generation_state.shutdown()
     assert app.state.generation_state.manager.strategy.report.accepted > 0
 

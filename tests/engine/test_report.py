@@ -141,7 +141,7 @@ def test_empty(finished: bool):
     assert total.emitted_per_row == [int(finished)] * 3
     assert total.accepted_per_position == []
     assert (total.acceptance_rate, total.alpha, total.mean_acceptance_length) == (0.0, 0.0, 1.0)
-    assert f"3 rows; target forwards: {int(finished)}, none" in str(total)
+    assert f"3 rows; target forwards: {int(finished)}, none over candidates" in str(total)
     json.dumps(total.to_dict())
 
 
