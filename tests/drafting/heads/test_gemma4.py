@@ -323,7 +323,7 @@ def test_candidates_that_are_not_drawn_from_their_q_are_seen(monkeypatch: pytest
     def likeliest(self: RejectionVerifier, batch: Any, scores: torch.Tensor, *args: Any) -> Any:
         return scores.argmax(-1), distribution(scores)[0]
 
-    monkeypatch.setattr(RejectionVerifier, "choose", likeliest)
+    monkeypatch.setattr(RejectionVerifier, "draw_candidates", likeliest)
     assert min(drawn("token", "whole")) < 1e-8
 
 
