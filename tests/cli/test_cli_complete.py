@@ -4,7 +4,6 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +79,10 @@ def test_a_file_that_is_in_use_is_refused_before_models_are_loaded(texts: str, t
 
 
 def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTargetPair, tmp_path: Path, monkeypatch):
-    def grammar(file: Path, pair: DraftTargetPair) -> Callable[[], TopKLogitsWarper]:
-        return lambda: TopKLogitsWarper(5)
+    def grammar(file: Path, pair: DraftTargetPair) -> TopKLogitsWarper:
+        processor = TopKLogitsWarper(5)
+        processor.fingerprint = file.read_text()
+        return processor
 
     monkeypatch.setattr(session, "json_grammar", grammar)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
