@@ -9,6 +9,8 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from hf_specx.engine.report import SpeculationReport
 from hf_specx.models import compiled, compiled_forwards
 from hf_specx.models.attention import SWITCH
 from hf_specx.models.choose import layouts_of, make_runner
-from hf_specx.models.compiled import check_compile, has_compiler
+from hf_specx.models.compiled import CompiledRunner, check_compile, has_compiler
 from hf_specx.models.prompts import prepare
 from hf_specx.models.slots import Pool
 
@@ -446,3 +448,17 @@ def test_layers_that_differ_in_a_number_are_compiled_apart(traced: None):
         strategy = SpeculativeDecoding(tiny(num_hidden_layers=1), num_draft_tokens=3, compile=compile)
         texts.append(target.generate(**prompts(2), do_sample=False, max_new_tokens=20, custom_generate=strategy))
     assert torch.equal(*texts)
+
+
+def test_a_chain_is_no_longer_for_the_trees_before_it():
+    """A round that the end of the text cuts short is as long as others of its kind."""
+    runner: Any = SimpleNamespace(usual={"chain": 1, "tree": 1})
+
+    def length(count: int, tree: Any = None, remaining: int = 100) -> int:
+        batch: Any = SimpleNamespace(tree=tree, rows=[0], remaining_tokens=lambda row: remaining)
+        return CompiledRunner._length(runner, batch, count, count - 1)
+
+    chain, tree = length(5), length(17, SimpleNamespace(depth=4))
+    assert chain < tree
+    assert length(3, remaining=2) == length(5) == chain
+    assert length(9, SimpleNamespace(depth=4), remaining=2) == tree
