@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -387,8 +387,8 @@ def _argument(name: str, arguments: dict[str, Any], others: dict[str, Any]) -> s
     """The words "with NAME=VALUE", or "without NAME"; a long beginning that others have too is left out."""
     if name not in arguments:
         return f"without {name}"
-    text = repr(arguments[name])
-    num_shared = len(os.path.commonprefix([text, repr(others.get(name))]))
+    text, other = repr(arguments[name]), repr(others.get(name))
+    num_shared = len(list(takewhile(lambda both: both[0] == both[1], zip(text, other, strict=False))))
     if num_shared > LONG_BEGINNING:
         text = f"...{text[num_shared - LONG_BEGINNING // 2 :]}"
     return f"with {name}={shortened(text)}"
