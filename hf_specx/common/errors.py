@@ -58,6 +58,11 @@ def brief(value: Any) -> str:
         text = repr(value)
     except RecursionError:
         return "many levels deep"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """A text of 80 characters at most."""
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

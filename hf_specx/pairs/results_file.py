@@ -17,12 +17,12 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from hf_specx.common.chats import is_chat
-from hf_specx.common.errors import brief, is_int, require
+from hf_specx.common.errors import brief, is_int, require, shortened
 from hf_specx.hub.folders import check_out
 from hf_specx.hub.locks import LOCK, check_free, locked
 
@@ -32,6 +32,7 @@ LOOKS_PER_TRY = 10  # how often the file is looked for between two tries of the 
 FREE_TRIES = 3  # how often in a row the lock has to be free until the first process is taken to have ended
 PROMPT_KEYS = ("prompt", "text", "messages")  # of an object that is a prompt with other fields
 RESULT_KEYS = ("index", "prompt_hash", "text", "finish_reason", "error")  # of a line of results
+LONG_BEGINNING = 40  # characters of a value; half of them are shown
 JSON_VALUES = (str, int, float, bool, list, dict, type(None))
 
 
@@ -253,8 +254,8 @@ class Results:
             # do_sample last, which a command adds to a temperature
             require(
                 earlier.get(key) == now.get(key),
-                f"{self.path} was made {_argument(earlier, key)}, now {_argument(now, key)}; give the same, or "
-                "another file.",
+                f"{self.path} was made {_argument(key, earlier, now)}, now {_argument(key, now, earlier)}; give the "
+                "same, or another file.",
             )
 
     def read(self) -> None:
@@ -382,9 +383,15 @@ class Results:
             new.unlink(missing_ok=True)  # there is still one after an error only
 
 
-def _argument(arguments: dict[str, Any], name: str) -> str:
-    """The words "with NAME=VALUE", or "without NAME", for an argument of a file."""
-    return f"with {name}={brief(arguments[name])}" if name in arguments else f"without {name}"
+def _argument(name: str, arguments: dict[str, Any], others: dict[str, Any]) -> str:
+    """The words "with NAME=VALUE", or "without NAME"; a long beginning that others have too is left out."""
+    if name not in arguments:
+        return f"without {name}"
+    text, other = repr(arguments[name]), repr(others.get(name))
+    num_shared = len(list(takewhile(lambda both: both[0] == both[1], zip(text, other, strict=False))))
+    if num_shared > LONG_BEGINNING:
+        text = f"...{text[num_shared - LONG_BEGINNING // 2 :]}"
+    return f"with {name}={shortened(text)}"
 
 
 def _index_and_hash(line: bytes) -> tuple[int, int]:
