@@ -108,7 +108,7 @@ def padded_batch(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 def _check_room(target: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
     """Raise ValueError unless a model reads prompts and has positions for them and, without an encoder, new tokens."""
     name, reads = type(target).__name__, target.main_input_name
-    require(reads_text(target), f"{name} reads {reads}, and prompts are texts; time calls of its generate in Python.")
+    require(reads_text(target), f"{name} reads {reads}, and prompts are texts; call its generate in Python.")
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     tokens = prompt_tokens if target.config.is_encoder_decoder else prompt_tokens + new_tokens
     require(
