@@ -1,6 +1,6 @@
 """Load a model exactly as its files describe it; missing weights raise an error and are not made up.
 
-Every model that is given by a name or a folder is loaded here, from files that `model_files.py` has checked.
+Every model but heads that is given by a name or a folder is loaded here, from files that `model_files.py` has checked.
 """
 
 import re
@@ -50,7 +50,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def load_config(files: Files, trust_remote_code: bool) -> PreTrainedConfig:
-    """A model's config, from `files` that `fetch` has checked; its code runs only if it is trusted."""
+    """A model's config, from `files` that were checked; its code runs only if it is trusted."""
     with _naming_folder_in_errors(files.folder):
         config = AutoConfig.from_pretrained(str(files.folder), trust_remote_code=trust_remote_code)
     assert isinstance(config, PreTrainedConfig)
@@ -60,7 +60,7 @@ def load_config(files: Files, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def load_model(files: Files, trust_remote_code: bool, **kwargs: Any) -> PreTrainedModel:
-    """A model in evaluation mode, with the `generate` of its class, from `files` that `fetch` has checked.
+    """A model in evaluation mode, with the `generate` of its class, from `files` that were checked.
 
     `kwargs` are for `from_pretrained`. Weights that are missing, have another shape, or belong to layers that the
     model does not have are a ValueError.

@@ -185,8 +185,8 @@ class Round:
         forward: the target's, with the model's own logits; None in a record made without it.
         scores: [R, P, V], the same after all processors.
         keep_indices: [R'] int64, the row indices of those that go on; None if all do. The last rows to end stay. It
-            is set for the models only.
-        finished: whether all rows have ended and no request takes their places; set for the models only.
+            is set for models and schedule only.
+        finished: whether all rows have ended and no request takes their places; set for these as well.
         tree: the candidates with their branches; None for a chain.
         accepted_candidates: the numbers of the accepted candidates in the draft that was judged.
     """

@@ -92,6 +92,7 @@ class AutoDraftLength(DraftLengthSchedule):
         assert round_timer.costs is not None
         self.costs = round_timer.costs
         self.max_candidates = max_candidates or MAX_DRAFT_TOKENS
+        self.independent_length = max_candidates or FIXED_DRAFT_TOKENS  # of seeded rows under rejection, as alone
         fewer = COMPILED_NUMBERS if compiled else range(1, self.max_candidates)
         self.considered = [*(number for number in fewer if number < self.max_candidates), self.max_candidates]
         self.num_rows = len(batch.rows)
@@ -113,7 +114,7 @@ class AutoDraftLength(DraftLengthSchedule):
         return not self._pays_for_trial(self.trial_budget + TRIAL_SHARE * self.max_new_tokens)
 
     def wanted_length(self, batch: Batch, row: int) -> int:
-        return FIXED_DRAFT_TOKENS if batch.row_states[row].independent_lengths else self.num_draft_tokens
+        return self.independent_length if batch.row_states[row].independent_lengths else self.num_draft_tokens
 
     def observe(self, round_: Round) -> None:
         super().observe(round_)

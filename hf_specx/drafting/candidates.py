@@ -151,6 +151,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
                 runner.add_rows(batch, batch.index.where(batch.index < self.num_prompts, 0))
             elif len(batch.rows) < len(batch.counts):
                 runner.gather_rows(batch.index)
+            runner.forget_prompts([row for row in range(self.num_prompts) if row not in batch.rows])
             self.has_prefilled = True
         if self.unread_rows:
             new_rows = [row for row in batch.rows if row in self.unread_rows]

@@ -126,6 +126,8 @@ class OtherTokenizerRunner:
         self.runner.forget_prompts(rows)
 
     def add_rows(self, batch: Batch, previous_indices: torch.Tensor) -> None:
+        # where the draft reads late, some may have left meanwhile
+        self.draft_batch.drop_rows([row for row in self.draft_batch.rows if row not in batch.rows])
         self.draft_batch.add_rows(batch.rows)
         more = len(self.draft_batch.counts) - len(self.translations)
         self.translations += [Translation(self.vocabularies) for _ in range(more)]

@@ -28,7 +28,7 @@ def decode(run: Run) -> Iterator[Round]:
             verdict = run.verifier.verify(run.batch, draft, scores)
             round_ = run.batch.append(draft, verdict, run.stopping, forward, scores)
             run.publish(round_)
-            requests = run.next_requests(round_)  # of a queue, for the places of rows that have ended
+            requests = run.next_requests(round_)  # of a queue, for places of rows that have ended and free ones
             run.end_round(round_, requests)  # other rows that have ended leave
             run.admit(requests)
             yield round_

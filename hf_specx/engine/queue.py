@@ -142,10 +142,14 @@ class RequestQueue:
 
     def _peek(self) -> PreparedRequest | None:
         """The next request that can be served, which stays the next one; None if there is none now."""
-        if self.next is None and self.put_back:
-            self.next = replace(self.put_back.pop(0), runs_alone=True)
-        while self.next is None and not self.is_over:
-            request = self._next_of_iterator()
+        while self.next is None or self.next.is_cancelled():
+            if self.next is not None:  # while it waited
+                self.results.completed.append(Completion(self.next.index, [], "cancelled"))
+                self.next = None
+            if self.put_back:
+                self.next = replace(self.put_back.pop(0), runs_alone=True)
+                continue
+            request = None if self.is_over else self._next_of_iterator()
             if request is None:
                 return None
             index, self.num_requests = self.num_requests, self.num_requests + 1

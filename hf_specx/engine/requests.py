@@ -135,7 +135,8 @@ class PreparedRequest:
         request: as it was given; `options` are the arguments of `generate` for it.
         prompt_ids: [l], the tokens of the request; `input_ids` is the same, or what a decoder starts with.
         seed: its own if `has_own_seed`, else one that was drawn.
-        processors: of the call and its own; `has_own_processors`, whether there are some of its own.
+        processors: of the call and its own. `has_own_processors` says whether some may be its own: it brings some, or
+            arguments of `generate`.
         row_processors: the same in a batch with others, with `TokenMasks` in place of those whose state can be taken
             back; a call of its own makes such masks itself.
         greedy: whether its processors leave the likeliest token alone, beside rows that sample.
@@ -255,7 +256,7 @@ class RequestPreparer:
             has_own_seed=request.seed is not None,
             processors=prompt.processors,
             row_processors=with_masks,
-            has_own_processors=request.logits_processor is not None or "logits_processor" in request.generate_kwargs,
+            has_own_processors=request.logits_processor is not None or bool(request.generate_kwargs),
             stopping=prompt.stopping,
             greedy=greedy,
             runs_alone=runs_alone,

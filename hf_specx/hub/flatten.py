@@ -57,6 +57,7 @@ class Module(NamedTuple):
 
 QUEUE_MODULES = (  # of `generate_many`
     Module("engine", "queue"),
+    Module("engine", "request_results"),
     Module("engine", "requests"),
     Module("sampling", "per_request"),
 )

@@ -59,9 +59,6 @@ class Difference(NamedTuple):
         return f"total variation {self.value:.2g}, of which rounding explains {self.limit:.2g}"
 
 
-NO_DIFFERENCE = Difference(0.0, 0.0)
-
-
 class Conditions(NamedTuple):
     """What a result holds for: under other conditions a target is measured again.
 

@@ -79,11 +79,11 @@ class QueueManager(GenerateManager):
         self.seeds = random.Random(seed)
         self.strategy = pair.strategy_for({})
         self.attached = pair.strategy_for({}).attached(pair.target)
-        self.attached.__enter__()
         self.waiting: SimpleQueue[ClientRequest | None] = SimpleQueue()
         self.running: dict[int, ClientRequest] = {}  # by the number of the request in this `generate_many`
         self.is_stopped = False
         pieces = self._pieces()  # raises for what no request could have
+        self.attached.__enter__()
         self.decoding = threading.Thread(target=self._decode, args=(pieces,), name="specx", daemon=True)
         self.decoding.start()
 

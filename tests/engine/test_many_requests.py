@@ -158,6 +158,24 @@ def test_a_request_whose_own_processors_exclude_every_token(batch_size: int, sta
         completed(strategy, target, [[1, 2, 3]], logits_processor=[Ending(6, True)], **SAMPLED)
 
 
+NOTHING = {
+    "a function": {"prefix_allowed_tokens_fn": lambda row, ids: [5, 6] if len(ids) < 6 else []},
+    "tokens": {"suppress_tokens": list(range(VOCAB_SIZE))},
+}
+
+
+@pytest.mark.parametrize("own", NOTHING)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_request_whose_own_arguments_exclude_every_token(batch_size: int, own: str):
+    target, asked = tiny(), requests(5)
+    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=4, verification="coupled")
+    asked[1] = Request([1, 2, 3], 20, seed=9, generate_kwargs=NOTHING[own])
+    completions = completed(strategy, target, asked, batch_size=batch_size, **SAMPLED | {"eos_token_id": None})
+    assert completions[1].finish_reason == "refused"
+    for index in (0, 2, 3, 4):
+        assert completions[index].tokens == alone(target, asked[index], **SAMPLED | {"eos_token_id": None})
+
+
 def failing(*_):
     raise RuntimeError("no device is left")
 

@@ -180,6 +180,17 @@ def test_a_request_that_is_cancelled_ends_as_it_is(layout: str):
     assert reasons == {0: "cancelled", 1: "length", 2: "length", 3: "cancelled"}
 
 
+def test_a_request_that_is_cancelled_while_it_waits_for_a_batch_of_its_own():
+    target, event = tiny(), threading.Event()
+    asked = [Request([3, 4, 5], 2), Request([6, 7], 20)]
+    asked += [Request([8, 9], 20, logits_processor=[Counting()], cancelled=event.is_set)]
+    reasons = {}
+    for done in SpeculativeDecoding(near(target, 0.2)).generate_many(target, asked, batch_size=2, **GREEDY):
+        reasons[done.index] = done.finish_reason, len(done.tokens)
+        event.set()
+    assert reasons[2] == ("cancelled", 0)
+
+
 def test_a_request_that_is_decoded_alone_can_be_cancelled():
     target, calls = tiny(), []
     cancelled = lambda: calls.append(0) or len(calls) > 6  # noqa: E731
