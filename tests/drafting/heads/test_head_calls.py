@@ -10,7 +10,7 @@ import zoo
 from alignment import GREEDY, SAMPLED, Aligned, assert_aligned, loaded, target_of, watched
 from automaton import Automaton
 from head_files import TinyHead, random_head
-from many import assert_alone, completed, requests
+from many import alone, assert_alone, completed, requests
 from plain import assert_plain
 from tiny import prompts
 from torch.nn.utils.rnn import pad_sequence
@@ -87,6 +87,18 @@ def test_rows_with_seeds_are_independent_of_others(kind: str, tmp_path: Path):
         texts.append({index: result.tokens for index, result in done.items()})
     assert texts[0] == texts[1]
     watch.check(30 if cut else 60)
+
+
+def test_a_request_with_a_seed_drafts_as_alone_after_one_without(tmp_path: Path):
+    """Under "block" another number of candidates would be another text; nobody has said how many."""
+    _, draft, target = head_draft_target("dflash", tmp_path, block=9)
+    asked = [Request([1, 2, 3], 12), Request([4, 5], 24, seed=1), Request([7], 24, seed=2)]
+    options = SAMPLED | {"eos_token_id": None}
+    strategy = SpeculativeDecoding(draft, verification="block")
+    done = completed(strategy, target, asked, batch_size=1, **options)
+    for number in (1, 2):
+        by = SpeculativeDecoding(draft, verification="block")
+        assert done[number].tokens == alone(target, asked[number], by, **options)
 
 
 class Int8(torch.nn.Linear):
