@@ -74,6 +74,24 @@ def test_a_place_that_was_free_has_no_prompt_to_copy(model_type: str, options: s
     assert strategy.report.acceptance_rate > 0.999
 
 
+@pytest.mark.parametrize("options", MODES)
+def test_a_draft_that_reads_late_copies_nothing_of_who_has_left(options: str):
+    """A row ends with its first token, before the draft has read anything, and comes back with the same beginning."""
+    target, one, other = tiny(), words(20, 0), words(20, 1)
+
+    def arriving() -> Iterator[Request | None]:
+        yield from (Request(one, 40, seed=1), Request(other, 1, seed=2))
+        yield from [None] * 4
+        yield Request(other + words(5, 4), 12, seed=3)
+
+    strategy = coupled(target, 0.0, num_draft_tokens=4)
+    options_of_call = MODES[options] | {"eos_token_id": None}
+    done = list(strategy.generate_many(target, arriving(), batch_size=2, ordered=True, **options_of_call))
+    asked = [request for request in arriving() if request is not None]
+    assert [each.tokens for each in done] == [alone(target, request, **options_of_call) for request in asked]
+    assert strategy.report.acceptance_rate > 0.999
+
+
 def after(row: int, ids: torch.Tensor) -> list[int]:
     """What may follow, by the last token."""
     return [int(i) for i in (ids[-1] + torch.arange(1, 20)) % VOCAB_SIZE]

@@ -5,13 +5,14 @@ it is fed is counted by hooks.
 """
 
 import json
+from collections.abc import Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
-from many import assert_alone
+from many import alone, assert_alone
 from other_tokens import KINDS, draft_of, pair_of, target_of, texts, tokenizer_of, vocabularies_of
 from plain import assert_plain
 from tiny import Forwards
@@ -125,6 +126,31 @@ def test_new_prompts_are_read_when_candidates_are_wanted(monkeypatch: pytest.Mon
     strategy = made(draft_of(KIND, "unigram"), draft_tokenizer=tokenizer_of("unigram"))
     assert_alone(strategy, target_of(KIND), asked, batch_size=2, pad_token_id=1, do_sample=False)
     assert strategy.report.drafted > 0
+
+
+def test_a_row_has_left_when_the_draft_reads_prompts(monkeypatch: pytest.MonkeyPatch):
+    """And another one has come in a place that was free from the first."""
+    ask, rounds = OtherTokenizerDrafter.propose, count()
+
+    def late(drafter, batch, lengths):
+        return no_candidates(batch) if next(rounds) < 8 else ask(drafter, batch, lengths)
+
+    monkeypatch.setattr(OtherTokenizerDrafter, "propose", late)
+    ids = [tokenizer_of(KIND)(text)["input_ids"] for text in ("The cat", "def count", "a", "in the house")]
+    limits = (1, 40, 1, 40)
+    asked = [Request(prompt, limit, seed=n) for n, (prompt, limit) in enumerate(zip(ids, limits, strict=True))]
+
+    def arriving() -> Iterator[Request | None]:
+        yield from asked[:2]
+        yield None
+        yield from asked[2:]
+        yield from [None] * 30
+
+    strategy, target = made(), target_of(KIND)
+    options = {"pad_token_id": 1, "eos_token_id": None} | SAMPLED
+    done = list(strategy.generate_many(target, arriving(), batch_size=3, ordered=True, **options))
+    assert [each.tokens for each in done] == [alone(target, request, **options) for request in asked]
+    assert strategy.report.accepted > 0
 
 
 def test_masks_and_ids_are_the_targets():
