@@ -87,7 +87,8 @@ class Completion:
         tokens: the new tokens, an end token among them; None of a request that was refused.
         finish_reason: "stop" at an end token or another stopping criterion, "length" at the limit, "cancelled", or
             "refused".
-        logprobs: of each token, under the distribution after all processors; None unless asked for.
+        logprobs: of each token, under the distribution after all processors; None unless asked for. Those of a greedy
+            request in a call that samples are 0.0, since its processors leave one token.
         raw_logprobs: of each token, under the model's own distribution; None unless asked for.
         error: why the request was refused; None if it was not.
     """
